@@ -66,7 +66,8 @@ def load_calibration(
     if target is not None:
         made_on = meta.get("target")
         parts = ("config", "tensors")
-        if not isinstance(made_on, dict) or not all(isinstance(made_on.get(part), dict) for part in parts):
+        unseen = isinstance(made_on, dict) and made_on.get("weights_seen") is False  # the drafter has the vocabulary
+        if not isinstance(made_on, dict) or not (unseen or all(isinstance(made_on.get(part), dict) for part in parts)):
             raise UserError(f"{meta_file}: does not say for which target; {remedy}")
         if mismatch := "; ".join(model_differences(made_on, target)):
             raise UserError(f"checkpoint={path}: its calibration head is of another target: {mismatch}; {remedy}")

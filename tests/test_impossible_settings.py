@@ -121,6 +121,9 @@ REFUSED: dict[Callable[..., object], list[tuple[dict[str, Any], str]]] = {
     ],
     FetchConfig: [({"model": "tiny", "wheel": "x"}, "wheel='x': expected null for model=tiny")],
     FinetuneConfig: [
+        ({"target": None}, "target: missing; give it as target=VALUE: .*; or tokenizer=, where its weights are else"),
+        ({"tokenizer": "t"}, "tokenizer='t': expected null with target="),
+        ({"target": None, "tokenizer": "t"}, "teacher='online': expected cached, or objective=cross_entropy"),
         ({"on_policy": 0.5, "objective": "cross_entropy"}, r"on_policy=0.5: expected 0 without a target"),
         ({"on_policy": 0.5, "on_policy_tokens": 48, "seq_len": 48}, r"on_policy_tokens=48: expected"),
         ({"lora_rank": 4}, "lora_rank=4: expected 0 for a drafter from random weights"),

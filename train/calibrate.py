@@ -31,7 +31,8 @@ from outrider.draft_models.calibration_head import CalibrationHead, log_odds
 from outrider.draft_models.early_exit.checkpoint import read_meta
 from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.model_spec import context_limit
-from outrider.draft_models.targets.open_target import OpenTarget, open_target, pick_dtype
+from outrider.draft_models.targets.open_target import OpenTarget, pick_dtype
+from outrider.draft_models.targets.unseen_target import open_given
 from outrider.inference.core.decode import speculative
 from outrider.inference.core.rounds import Round
 from outrider.inference.drafters.model_plugin import ModelDrafterPlugin
@@ -69,10 +70,10 @@ from outrider.train.parts.capture import (
     TextToContinue,
     capture_splits,
     recorded_text,
-    require_answers_of,
     select_tested,
 )
 from outrider.train.parts.heldout import heldout_prompt
+from outrider.train.parts.recorded_answers import require_answers_of
 from outrider.train.parts.top_k_rows import load_top_k_rows
 from outrider.train.settings.drafters import CalibrateConfig
 
@@ -96,8 +97,8 @@ def calibrate(config: CalibrateConfig) -> None:
         digest = plugin.digest(config.checkpoint)
         assert isinstance(plugin, ModelDrafterPlugin)  # true of every kind that has a head
         warn_of_template(config, plugin.training_record(config.checkpoint).data, target)
-        fingerprint = run.from_main(lambda: target.fingerprint)
-        record = {"config": fingerprint.config, "tensors": fingerprint.tensors}
+        identity = run.from_main(lambda: target.identity)
+        record = {name: identity[name] for name in ("config", "tensors")} if target.is_seen else identity
         dtype, ends = pick_dtype(config.dtype, target.config, run.device), end_tokens(target)
         drafter = plugin.load(config.checkpoint, target, {}, dtype=dtype, device=run.device)
 
@@ -109,6 +110,8 @@ def calibrate(config: CalibrateConfig) -> None:
         settings = {name: value for name, value in config.decisions().items() if name not in ("fit", "l2", "odds")}
         settings |= {"drafter": digest, "target": digest_of(record)[:16], "dtype": str(dtype), "ends": sorted(ends)}
         texts = load_texts(config, target, position_limits({kind.name: drafter}))
+        largest_ids = [max(text.prompt + (text.answer or [])) for part in texts.values() for text in part]
+        target = target.resize(max(*largest_ids, *(lm.config.vocab_size - 1 for lm in plugin.causal_lms(drafter))))
         limit = TimeLimit(config.minutes)
         captured = capture_splits(run.out_dir, settings, texts, load_drafting, limit, run.state)
         examples, heldout = captured["train"], select_tested(captured["heldout"])
@@ -142,11 +145,13 @@ def kind_to_calibrate(config: CalibrateConfig) -> Kind:
         )
     if kind != EAGLE3 and config.reading.overrides:
         raise UserError(f"{config.reading}: expected nothing where checkpoint={config.checkpoint} is no EAGLE-3 head")
+    if kind == EARLY_EXIT and config.tokenizer is not None:
+        raise UserError(f"tokenizer={config.tokenizer}: expected target=, whose layers an early exit drafts with")
     if kind == EAGLE3 and config.answers == "recorded":
         raise UserError("answers=recorded: expected target, as an EAGLE-3 head reads nearly all layers of the target")
-    if kind != EARLY_EXIT and config.target is None:
+    if kind != EARLY_EXIT and config.target is None and config.tokenizer is None:
         drafter = f"the {kind.name} in checkpoint={config.checkpoint}"
-        raise UserError(f"target=null: expected the model that {drafter} is for")
+        raise UserError(f"target=null: expected the model that {drafter} is for, or tokenizer= with answers=recorded")
     return kind
 
 
@@ -177,8 +182,7 @@ def find_target(config: CalibrateConfig, kind: Kind) -> OpenTarget:
     """The target of `config`; the checkpoint of an early exit names its target. Raises `UserError`."""
     if kind == EARLY_EXIT:
         return open_target_of(config.checkpoint, config.target, config.revision)
-    assert config.target is not None
-    return open_target(config.target, config.revision, by_layers=kind.layers)
+    return open_given(config, by_layers=kind.layers)
 
 
 def warn_of_template(config: CalibrateConfig, trained_on: Mapping[str, object] | None, target: OpenTarget) -> None:

@@ -259,7 +259,7 @@ def make_evaluation(
     real decoding.
     """
     decoding = Decoding.of(target, heldout, config.decode_prompts, config.decode_tokens)
-    full_target = load_to_decode(target, student.stack.device) if decoding.prompts else None
+    full_target = load_to_decode(target, student.stack.device) if decoding.texts else None
     text = HeldOutText(heldout, config.eval_batch_rows, full_target, acceptances=not student.online)
 
     def evaluate(step: int) -> Metrics:

@@ -13,7 +13,6 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -23,20 +22,23 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from outrider.base.errors import UserError
 from outrider.base.processes import say
-from outrider.data_prep.text.rows import load_rows
 from outrider.draft_models.losses import IGNORE, PLAIN, head_product
 from outrider.draft_models.small_lm import model as small_lm
 from outrider.draft_models.targets.attention import stock_attention_name
 from outrider.draft_models.targets.fingerprint import model_identity
 from outrider.draft_models.targets.model_files import empty_model, layer_stack
+from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.narrowed import DraftVocabulary
-from outrider.draft_models.targets.open_target import OpenTarget, open_target, pick_dtype, special_tokens, stored_dtype
+from outrider.draft_models.targets.open_target import OpenTarget, pick_dtype, special_tokens, stored_dtype
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.tensor_files import open_tensors
+from outrider.draft_models.targets.unseen_target import open_given
 from outrider.inference.drafters.small_lm.drafter import draft_model_of
 from outrider.inference.loading.memory_plan import Plan, Storage, planned_device, target_memory
 from outrider.inference.loading.models import prepare_models
-from outrider.train.core.driver import TrainingRun, training_run
+from outrider.inference.loading.target_setup import end_tokens
+from outrider.inference.measure.replay import RecordedSession, replay
+from outrider.train.core.driver import training_run
 from outrider.train.core.sharding import is_shared_out
 from outrider.train.core.training import FitResult, Metrics, Student, TrainRows
 from outrider.train.parts.drafter import export_model, pick_tokens, require_context, require_vocabulary, write_records
@@ -46,6 +48,7 @@ from outrider.train.parts.memory import fit_memory
 from outrider.train.parts.objective import draft_loss, load_taught_rows
 from outrider.train.parts.on_policy import OnPolicy
 from outrider.train.parts.parallel import ONE_A_PASS, DraftRows, Parallel
+from outrider.train.parts.recorded_answers import are_greedy_answers, recorded_texts
 from outrider.train.settings.drafters import FinetuneConfig
 
 
@@ -55,7 +58,7 @@ def finetune_drafter(config: FinetuneConfig) -> None:
     It contains the weights with the highest τ of all evaluations, not the last ones. Raises `UserError` for an unusable
     target, drafter, data set or directory, before any weight is read.
     """
-    target = open_target(config.target, config.revision)
+    target = open_given(config)
     shape = drafter_config(config.drafter, target.config, target.tokenizer)
     with training_run(config, partial(plan_memory, config, target.config, shape)) as run:
         require_vocabulary(config.draft_vocabulary, target.config)
@@ -65,28 +68,31 @@ def finetune_drafter(config: FinetuneConfig) -> None:
         vocabulary = None if config.drafter.path is None else read_finished_vocabulary(config, target.config)
 
         rows = load_taught_rows(config, target, "train")
-        heldout = load_rows(config.data, target.tokenizer, config.seq_len, "heldout", max_rows=config.decode_prompts)
+        heldout = load_taught_rows(config, target, "heldout", config.decode_prompts)
+        decoding, tau_of = load_prompts(config, target, heldout, shape)
+        target = target.resize(max(rows.largest_id, heldout.largest_id, shape.vocab_size - 1))
+        shape = drafter_config(config.drafter, target.config, target.tokenizer)
         if vocabulary is None:
             always = [parallel.mask] if config.parallel else []
             tokens = run.from_main(lambda: pick_tokens(config.draft_vocabulary, target, rows, heldout, always))
             vocabulary = None if tokens is None else DraftVocabulary(tokens, target.config.vocab_size)
 
-        stack = load_target(config, target, run)
+        teacher = load_target(config, target, run.device) if config.online else None
         size, eos = target.config.vocab_size, target.tokenizer.eos_token_id
         lm = start_lm(config, shape, target.tokenizer, run.device, vocabulary, size, parallel)
         samples = OnPolicy(config.on_policy, config.on_policy_tokens, config.fit.seed, eos)
-        teacher, on_policy = stack if config.online else None, samples if config.on_policy > 0 else None
-        student = SmallLMStudent(lm, config.objective, teacher, on_policy, parallel)
+        student = SmallLMStudent(lm, config.objective, teacher, samples if config.on_policy > 0 else None, parallel)
         trained, frozen = student.count_parameters()
         teaching = f" teacher={config.teacher} on_policy={config.on_policy}" if config.distils else ""
         say(f"finetune_drafter drafter={config.drafter.path or 'new'} objective={config.objective}{teaching} "
             f"trained_parameters={trained} parameters={trained + frozen}")  # fmt: skip
 
-        path, fingerprint = config.drafter.path, run.from_main(lambda: target.fingerprint)
+        path, target_identity = config.drafter.path, run.from_main(lambda: target.identity)
         start = None if path is None else model_identity(open_tensors(path, config.drafter.revision))
-        identity = {**config.decisions(), "target": asdict(fingerprint), "drafter_model": start, "data_key": rows.key}
+        identity = {**config.decisions(), "target": target_identity, "drafter_model": start, "data_key": rows.key}
+        identity |= {"tau_of": tau_of}
         # The evaluation is made before the fit: DeepSpeed shards every module that is constructed after its start.
-        evaluate = make_evaluation(config, target, heldout, student, stack) if stack and run.is_main else None
+        evaluate = make_evaluation(config, target, heldout, decoding, student) if run.is_main else None
         result = run.fit(
             student, rows, config.fit, identity=identity, evaluate=evaluate, saved_dtype=stored_dtype(target.config),
             keeps_best=True, last_file=small_lm.TRAINING_FILE, minutes=config.minutes,
@@ -114,16 +120,32 @@ def choose_parallel(
         added = [i for i, token in tokenizer.added_tokens_decoder.items() if token.content not in template]
         beyond = 1 + max(tokenizer.get_vocab().values())  # ids may have gaps
         mask = beyond if beyond < rows else max((i for i in added if i < rows and i not in used), default=rows)
-    config.require("parallel", mask < rows, f"0, as every token of {config.target} may be text")
+    config.require("parallel", mask < rows, f"0, as every token of {config.target or config.tokenizer} may be text")
     return Parallel(config.parallel, mask, config.fit.seed, config.position_weights)
 
 
-def load_target(config: FinetuneConfig, target: OpenTarget, run: TrainingRun) -> LayerStack | None:
-    """The whole target, as teacher and to decode held-out prompts; None on processes that do neither."""
-    if not config.online and not run.is_main:
-        return None
-    dtype, decodes_only = pick_dtype(config.frozen_dtype, target.config, run.device), not config.online
-    stack = target.stack(dtype=dtype, device=run.device, coded=decodes_only and run.device.type == "cpu")
+def load_prompts(
+    config: FinetuneConfig, target: OpenTarget, heldout: TrainRows, drafter: PreTrainedConfig
+) -> tuple[Decoding, str]:
+    """The held-out prompts, with recorded answers where no target is to decode them; and what their τ is, printed."""
+    if target.is_seen:
+        decoding = Decoding.of(target, heldout, config.decode_prompts, config.decode_tokens, drafter)
+        return decoding, "that of greedy decoding"
+    texts, written = recorded_texts(config.data, target.tokenizer, config.decode_prompts)
+    longest = min(map(context_limit, (target.config, drafter))) - config.decode_tokens
+    texts = [text for text in texts if len(text.prompt) <= longest]
+    config.require("decode_prompts", bool(texts), "held-out answers after prompts that leave room for decode_tokens")
+    tau_of = "teacher-forced, on text that may differ from the target's greedy answers"
+    if written and are_greedy_answers(target, config.data):
+        tau_of = "that of greedy decoding, by replay of the target's recorded answers"
+    say(f"finetune_drafter answers={len(texts)} eval_tau is {tau_of}")
+    return Decoding(texts, config.decode_tokens, end_tokens(target)), tau_of
+
+
+def load_target(config: FinetuneConfig, target: OpenTarget, device: torch.device) -> LayerStack:
+    """The whole target: the teacher, or else prepared to decode held-out prompts."""
+    dtype, decodes_only = pick_dtype(config.frozen_dtype, target.config, device), not config.online
+    stack = target.stack(dtype=dtype, device=device, coded=decodes_only and device.type == "cpu")
     if decodes_only:
         prepare_models(stack, {})
     return stack
@@ -247,23 +269,25 @@ def unwrap_lm(lm: PreTrainedModel) -> PreTrainedModel:
 
 
 def make_evaluation(
-    config: FinetuneConfig, target: OpenTarget, heldout: TrainRows, student: SmallLMStudent, stack: LayerStack
+    config: FinetuneConfig, target: OpenTarget, heldout: TrainRows, decoding: Decoding, student: SmallLMStudent
 ) -> Callable[[int], Metrics]:
     """The evaluation during training, of the model as it would be served.
 
-    top1_target, tau_analytic: of the rows whose beginnings are the prompts (see `HeldOutText`). In addition, real
-    decoding (`Decoding`) by the whole target, `stack`.
+    top1_target, tau_analytic: of the held-out rows (see `HeldOutText`). In addition, `decoding` by replay of answers.
+    The whole target, where its weights are here, writes them once, before training.
     """
-    shape = unwrap_lm(student.lm).config
-    decoding = Decoding.of(target, heldout, config.decode_prompts, config.decode_tokens, shape)
-    text = HeldOutText(heldout, 1, stack)
+    device = student.stack.device
+    stack = (student.teacher or load_target(config, target, device)) if target.is_seen else None
+    decoding = decoding if stack is None else decoding.answer(stack)
+    text, dtype = HeldOutText(heldout, 1, stack), pick_dtype(config.frozen_dtype, target.config, device)
+    session = partial(RecordedSession, vocabulary=target.config.vocab_size, device=device)
 
     def evaluate(step: int) -> Metrics:
-        drafter = layer_stack(student.merge_adapters(stack.dtype))
+        drafter = layer_stack(student.merge_adapters(dtype))
         scores = text.judge(drafter.logits_after_norm, lambda batch: (supervised_hidden(drafter, batch), None))
         analytic = () if config.parallel else ("tau_analytic",)  # it is of one pass a token
         metrics = {name: scores[name] for name in ("top1_target", *analytic) if name in scores}
-        return metrics | decoding(stack, draft_model_of(drafter))
+        return metrics | decoding.measure(partial(replay, session=session), draft_model_of(drafter))
 
     return evaluate
 
@@ -283,6 +307,8 @@ def save_drafter(
     facts |= {"tokens a pass": config.parallel} if config.parallel else {}
     if vocabulary is not None:
         facts |= {"tokens": f"{len(vocabulary.tokens)} of the target's {vocabulary.vocabulary}"}
+    facts |= {} if target.is_seen else {"target's weights": "not seen, only its vocabulary"}
+    facts["τ"] = identity["tau_of"]
     use = small_lm.describe_use(config.parallel) if vocabulary is None else small_lm.USE_OF_SOME
     write_records(config, use, facts, result, result.metrics, (small_lm.TRAINING_FILE, identity))
 
@@ -290,4 +316,5 @@ def save_drafter(
 def plan_memory(config: FinetuneConfig, target: PreTrainedConfig, drafter: PreTrainedConfig) -> Plan:
     """The memory of training a small LM of config `drafter`, with a target of this config."""
     storage = Storage.of(config.frozen_dtype, target, config.seq_len, planned_device())
-    return Plan(target_memory(target, storage) + fit_memory(config, empty_model(drafter), 0, target.vocab_size), {})
+    parts = target_memory(target, storage) if config.target else []
+    return Plan([*parts, *fit_memory(config, empty_model(drafter), 0, target.vocab_size)], {})

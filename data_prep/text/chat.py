@@ -203,6 +203,12 @@ def templates_of_run(run: Mapping[str, object], tokenizer: PreTrainedTokenizerBa
     return {names.get(str(template), "another") for template in templates} if isinstance(templates, list) else set()
 
 
+def is_greedy_run(run: Mapping[str, object]) -> bool:
+    """Whether all answers of a generate-responses run are greedy, according to its record."""
+    first, most = run.get("greedy_tokens", 0), run.get("max_new_tokens", 0)
+    return run.get("temperature", 0) == 0 or (isinstance(first, int) and isinstance(most, int) and first >= most)
+
+
 def records_of_runs(data: DataConfig) -> dict[Path, dict[str, object]]:
     """The records of the runs that made the files of `data`, by directory, as far as they are there."""
     paths = resolve_paths(data.path if data.source == "local" else ())

@@ -58,6 +58,11 @@ class PackedRows(Dataset[dict[str, Tensor]]):
         self.key, self.counts, self._locations = key, counts, locations
         self._entries = [np.memmap(folder / ROWS_FILE, _row_type(seq_len), "r") for folder in folders]
 
+    @property
+    def largest_id(self) -> int:
+        """The largest token id in the files of the rows."""
+        return max(int(entry["tokens"].max()) for entry in self._entries)
+
     def __len__(self) -> int:
         return len(self._locations)
 

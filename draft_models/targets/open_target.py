@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from transformers import (
@@ -20,9 +21,15 @@ from outrider.base.errors import UserError, reason
 from outrider.base.files import is_local, read_mapping
 from outrider.base.machine import fast_dtype
 from outrider.base.settings import construct
-from outrider.draft_models.formats.convert import description_location, find_original, is_loaded_as_written
+from outrider.draft_models.formats.convert import (
+    description_location,
+    find_original,
+    is_loaded_as_written,
+    locate_file,
+)
 from outrider.draft_models.formats.folder_model import quantisation_of
-from outrider.draft_models.formats.gguf_file import MOST_LAYERS
+from outrider.draft_models.formats.gguf_file import MOST_LAYERS, find_gguf, open_gguf
+from outrider.draft_models.formats.gguf_tokenizer import gguf_tokenizer
 from outrider.draft_models.formats.stored_tensors import CONFIG_FILE, QUANT_FILE
 from outrider.draft_models.targets.attention import leave_out_cudnn
 from outrider.draft_models.targets.file_record import FileRecord
@@ -63,6 +70,8 @@ class OpenTarget:
     revision: str | None
     config: PreTrainedConfig
 
+    is_seen: ClassVar[bool] = True  # whether its weights can be read (see `unseen_target`)
+
     @cached_property
     def files(self) -> TensorFiles:
         return open_tensors(self.source, self.revision)
@@ -79,6 +88,15 @@ class OpenTarget:
     @property
     def vocabulary_size(self) -> int | None:
         return self.config.vocab_size
+
+    @cached_property
+    def identity(self) -> dict[str, object]:
+        """The fingerprint, JSON-able."""
+        return asdict(self.fingerprint)
+
+    def resize(self, largest_id: int) -> "OpenTarget":
+        """The target where it is known that it writes an id: its config says how many there are."""
+        return self
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
@@ -190,11 +208,19 @@ def open_target(source: str, revision: str | None = None, *, by_layers: bool = T
 
 
 def load_tokenizer(source: str, revision: str | None = None, *, role: str = "target") -> PreTrainedTokenizerBase:
-    """The target's tokenizer; role: the option that names it. Raises `UserError` if there is no usable one."""
-    directory, revision = description_location(source, revision)
-    kind = PreTrainedTokenizerFast if is_loaded_as_written(directory, revision) else AutoTokenizer
+    """The target's tokenizer; role: the option that names it. Raises `UserError` if there is no usable one.
+
+    With role="tokenizer" nothing else in `source` is looked at, so that it may lack the weights.
+    """
+    path, directory = find_gguf(source) if role == "tokenizer" else None, source
+    if role != "tokenizer":
+        directory, revision = description_location(source, revision)
+    kind = PreTrainedTokenizerFast if path is None and is_loaded_as_written(directory, revision) else AutoTokenizer
     try:
-        tokenizer = kind.from_pretrained(directory, revision=revision or "main", trust_remote_code=False)
+        if path is None:
+            tokenizer = kind.from_pretrained(directory, revision=revision or "main", trust_remote_code=False)
+        else:
+            tokenizer = gguf_tokenizer(open_gguf(path))
         tokenizer.decode(tokenizer("a text")["input_ids"])  # some of its settings are only checked now
     except Exception as error:  # any error of the Hub client or of a tokenizer's own files
         raise UserError(f"{role}={source}: no usable tokenizer ({reason(error)})") from error
@@ -204,7 +230,7 @@ def load_tokenizer(source: str, revision: str | None = None, *, role: str = "tar
 
 def rows_beside(source: str, revision: str | None) -> int | None:
     """The embedding rows of the model in a tokenizer's directory; None: no model there, or no such field."""
-    file = find_file(source, CONFIG_FILE, revision)
+    file = locate_file(source, revision, CONFIG_FILE)
     rows = read_mapping(file, "description of a model", "fetch the model again").get("vocab_size") if file else None
     return rows if isinstance(rows, int) else None
 

@@ -10,7 +10,7 @@ from annotated_types import Ge
 
 from outrider.base.errors import UserError
 from outrider.base.files import is_local
-from outrider.base.settings import Named, Positive, Settings, free, opt
+from outrider.base.settings import Named, Positive, Settings, free, missing_error, opt
 
 FloatDtype = Literal["float32", "bfloat16", "float16", "float64"]
 Dtype = Literal["auto", FloatDtype]
@@ -64,6 +64,8 @@ TOKENIZER_FILES = ("*.json", "*.model", "*.gguf")
 Tokenizer = Annotated[
     str, InputPath(TOKENIZER, hub=True, holds=TOKENIZER_FILES, begins=(*GGUF, b"\n"))
 ]  # \n: a protobuf
+_OF_TARGET = "the directory or Hub name of the target's tokenizer, or its GGUF file"
+TargetTokenizer = Annotated[str, InputPath(_OF_TARGET, hub=True, holds=("*.json", "*.gguf"), begins=GGUF)]
 Head = Annotated[str, InputPath("a directory or Hub name of an EAGLE-3 head", hub=True, holds=("config.json",))]
 DrafterFolder = Annotated[str, InputPath("the directory of a drafter", holds=("*.json", "*.safetensors"))]
 _TABLE = "the directory of an n-gram table (outrider build-trigrams)"
@@ -97,6 +99,26 @@ class Rehearsed(Settings):
     debug: bool = free(False)
     """a rehearsal in <out_dir>-debug: it checks the target, data and prompts on the command line, then runs everything
     on tiny random models and little data"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetOrTokenizer(Settings):
+    """A command for which the target's weights may be elsewhere (see `draft_models.targets.unseen_target`)."""
+
+    target: Model | None = free(None, "model directory, GGUF file or Hub name", debug=TinyModel(TARGET))
+    tokenizer: TargetTokenizer | None = free(None, debug=TinyModel(TARGET))
+    """instead of target, whose weights are elsewhere: a directory, Hub name or GGUF file, of which only the tokenizer
+    is read, and its config where there is one"""
+    revision: str | None = free(None, "of the target on the Hub: branch, tag or commit", debug=None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("tokenizer", self.target is None or self.tokenizer is None, "null with target=, which has one")
+
+    def require_one(self) -> None:
+        """Raise `UserError` if neither of the two is given."""
+        if self.target is None and self.tokenizer is None:
+            raise missing_error("target", f"{MODEL}; or tokenizer=, where its weights are elsewhere")
 
 
 @dataclass(frozen=True, kw_only=True)

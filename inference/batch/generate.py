@@ -17,8 +17,9 @@ from outrider.base.run_dirs import code_version
 from outrider.data_prep.text.chat import warn_of_template
 from outrider.data_prep.text.records import HELDOUT_BY
 from outrider.draft_models.targets.fingerprint import deciding_config, model_identity
-from outrider.draft_models.targets.model_spec import context_limit
-from outrider.draft_models.targets.open_target import OpenTarget, open_target, pick_dtype
+from outrider.draft_models.targets.model_spec import UNLIMITED, context_limit
+from outrider.draft_models.targets.open_target import OpenTarget, pick_dtype
+from outrider.draft_models.targets.unseen_target import open_given
 from outrider.draft_models.targets.vocabulary import bind_arguments, tokenizer_digest
 from outrider.inference.batch.client import UNANSWERED
 from outrider.inference.batch.directory import (
@@ -67,7 +68,7 @@ def generate_responses(config: GenerateConfig) -> None:
 
 def _plan(config: GenerateConfig) -> str:
     """The plan as text: its memory (see `Plan`), then what bounds the answers."""
-    target = open_target(config.target, config.revision, by_layers=False)
+    target = open_given(config, by_layers=False)
     context, ids = context_limit(target.config), answered_ids(Path(config.out_dir)) if config.resume else set()
     tasks = _read_prompts(config, target, context, lambda task: task.id not in ids).tasks
     turns = sum(1 + len(task.upcoming) for task in tasks)
@@ -117,12 +118,12 @@ def generate(
 
     read: (config, target, its context, selects) → the tasks for which `selects` is true.
     """
-    target = open_target(config.target, config.revision, by_layers=False)
+    target = open_given(config, by_layers=False)
     dtype = pick_dtype(config.dtype, target.config, state.device)
     if config.device_map is not None and state.num_processes > 1:
         raise UserError(f"device_map={config.device_map}: one process has all GPUs then; start one, not several")
     context = context_limit(target.config)
-    arguments = (config, target.tokenizer, end_tokens(target), context, target.config.vocab_size)
+    arguments = (config, target.tokenizer, end_tokens(target), context, target.vocabulary_size or UNLIMITED)
     server = TargetServer(*arguments) if config.server else None
     identity = _agree_on_identity(config, target, dtype, server, state)
     check_run(folder, identity, config.resume)
@@ -295,7 +296,8 @@ def run_identity(
     """Everything that determines the answer to a prompt, and the prompts made from a record."""
     tokenizer = bind_arguments(target.tokenizer, config.template_arguments)
     if server:  # whose weights are not read here
-        facts: Facts = {"served": server.model, "model": {"config": deciding_config(target.source, target.revision)}}
+        model = {"config": deciding_config(target.source, target.revision)} if target.is_seen else target.identity
+        facts: Facts = {"served": server.model, "model": model}
     else:
         facts = {"dtype": str(dtype).removeprefix("torch."), "model": model_identity(target.files)}
     templates = [part.template for _, _, part in config.data.parts()] or [config.data.template]

@@ -168,7 +168,7 @@ def load_target(
             stack = target.stack(dtype=dtype, device=device, coded=True)
             lay_out(stack, device)
             return stack
-    model = load_causal_lm(config.target, config.revision, dtype=dtype, device_map=config.device_map)
+    model = load_causal_lm(target.source, target.revision, dtype=dtype, device_map=config.device_map)
     if config.device_map is None:
         model.to(device)  # type: ignore[arg-type]  # its stub is a decorator's
         if can_pack(device, dtype):

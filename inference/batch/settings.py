@@ -8,7 +8,7 @@ from annotated_types import Ge
 from outrider.base.errors import require
 from outrider.base.settings import DEFAULT, Count, Positive, RunConfig, Seed, Url, free, opt, require_default
 from outrider.data_prep.text.settings import DataConfig
-from outrider.draft_models.targets.settings import TARGET, Model, Rehearsed, RunDtype, TinyModel
+from outrider.draft_models.targets.settings import Rehearsed, RunDtype, TargetOrTokenizer
 from outrider.inference.settings.sampling import SamplingConfig
 
 NotNegative = Annotated[int, Ge(0)]
@@ -16,14 +16,11 @@ _OF_SERVERS = ("server_model", "concurrency", "server_timeout", "server_retries"
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig(Rehearsed, RunConfig):
+class GenerateConfig(TargetOrTokenizer, Rehearsed, RunConfig):
     """generate-responses: the target answers the prompts of a data set, for training a drafter on what it says."""
 
     asks: ClassVar[bool] = True  # its records are prompts
     leaves: ClassVar[tuple[str, ...]] = ("responses-*.jsonl",)
-    target: Model = free(debug=TinyModel(TARGET))
-    """model directory, GGUF file or Hub name: a causal LM of transformers whose forward takes past_key_values"""
-    revision: str | None = free(None, "of the target on the Hub: branch, tag or commit", debug=None)
     data: DataConfig = free()
     """its user turns, or the beginnings of its plain texts, are the prompts, without held-out records; it may grow"""
     turns: Literal["all", "first"] = "all"
@@ -47,7 +44,7 @@ class GenerateConfig(Rehearsed, RunConfig):
     minutes: Positive | None = free(None, debug=None)
     """time limit of all runs in out_dir together; prompts of all lengths are answered; null: no limit"""
     server: Url | None = free(None, debug=None)
-    """URL of an OpenAI-compatible server that runs the target, only its config and tokenizer are read here"""
+    """URL of an OpenAI-compatible server that runs the target, of which only config and tokenizer are read here"""
     server_model: str | None = opt(None, "the target's name there; null: the first one that it lists", debug=None)
     concurrency: Count = free(16, "requests to the server at a time, batch_size at most", debug=DEFAULT)
     server_timeout: Positive = free(600.0, "seconds that the server may take for one request", debug=DEFAULT)
@@ -70,7 +67,11 @@ class GenerateConfig(Rehearsed, RunConfig):
             "equal weights (or 0, to leave a source out): every prompt is answered; weigh when training",
         )
         _ = self.sampling, self.template_arguments  # run their own checks
+        self.require_one()
+        unseen = self.debug and self.tokenizer is not None
+        self.require("debug", not unseen, "false with tokenizer=, as a rehearsal asks no server")
         if self.server is None:
+            self.require("tokenizer", self.tokenizer is None, "null without server=URL, which runs the target")
             for name in _OF_SERVERS:
                 require_default(self, name, "it is read with server=URL")
             return

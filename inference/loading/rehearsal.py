@@ -28,7 +28,7 @@ from outrider.data_prep.text.records import Counts
 from outrider.data_prep.text.settings import DataConfig, SourceConfig
 from outrider.data_prep.text.sources import read_records
 from outrider.draft_models.targets.encoder import open_encoder
-from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TARGET, TinyModel
+from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TARGET, TargetOrTokenizer, TinyModel
 from outrider.draft_models.targets.vocabulary import KWARGS, bind_arguments
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS, kind_in
@@ -163,6 +163,10 @@ def check_inputs(config: Any, is_checked: Callable[[str], bool]) -> "PreTrainedC
     encoder = getattr(config, "tokenizer", None)
     if encoder is not None and is_checked("tokenizer"):
         open_encoder(encoder, config.revision)
+        if isinstance(config, TargetOrTokenizer):
+            from outrider.draft_models.targets.unseen_target import open_unseen  # imports torch, as above
+
+            tokenizer = open_unseen(encoder, config.revision).tokenizer
     data: DataConfig | None = getattr(config, "data", None)
     parts = [] if data is None else [(f"data.mix.{name}", part) for name, _, part in data.parts()] or [("data", data)]
     for key, part in parts:

@@ -166,7 +166,7 @@ def end_tokens(target: OpenTarget) -> frozenset[int]:
 
     Raises `UserError` for invalid ids.
     """
-    configured = read_generation_config(target.source, target.revision).eos_token_id
+    configured = read_generation_config(target.source, target.revision).eos_token_id if target.is_seen else None
     for candidate in (configured, target.config.eos_token_id, target.tokenizer.eos_token_id):
         if candidate is not None:
             ids = candidate if isinstance(candidate, list) else [candidate]

@@ -21,6 +21,7 @@ from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.drafters.early_exit.drafter import EarlyExitDraftModel, draft_model_of
 from outrider.train.core.driver import TrainingRun
 from outrider.train.eesd import make_evaluation, train_early_exit, with_shape
+from outrider.train.parts.capture import TextToContinue
 from outrider.train.parts.heldout import Decoding, heldout_prompt
 from outrider.train.settings.drafters import EesdConfig
 from tests.refusals import refusal
@@ -175,7 +176,7 @@ def test_what_is_watched_is_what_it_says(tmp_path: Path, corpus: DataConfig) -> 
     metrics = make_evaluation(run, opened, heldout, student)(1)
     assert {name: metrics[name] for name in right} == pytest.approx({k: v / supervised for k, v in right.items()})
 
-    prompts = [heldout_prompt(heldout[i]) for i in range(3)]
+    prompts = [TextToContinue(heldout_prompt(heldout[i])) for i in range(3)]
     plain = EarlyExitDraftModel(student.drafter.requires_grad_(False))
     assert metrics["tau"] == Decoding(prompts, 12, ())(open_stack(path)[1], plain)["tau"]
 
@@ -200,7 +201,7 @@ def test_a_heldout_prompt_ends_before_the_first_answer(tmp_path: Path) -> None:
     row = {"input_ids": torch.arange(300), "labels": labels, "documents": torch.zeros(300, dtype=torch.long)}
     assert heldout_prompt(row) == list(range(201))  # position 200 predicts the answer's first token
     target = open_target(str(save_target(tmp_path)))  # whose context is 256
-    assert Decoding.of(target, [row, row], 1, 206).prompts == [list(range(151, 201))]
+    assert Decoding.of(target, [row, row], 1, 206).texts == [(list(range(151, 201)), None)]
     labels[:] = 5
     assert heldout_prompt(row) == list(range(128))  # plain text
     row["documents"][100:] = 1

@@ -33,6 +33,7 @@ from outrider.inference.shapes.factory import Chain
 from outrider.inference.stopping.interface import FixedLength
 from outrider.train.core.driver import BEST_FOLDER, training_run
 from outrider.train.finetune_drafter import SmallLMStudent, drafter_config, finetune_drafter, start_lm
+from outrider.train.parts.capture import TextToContinue
 from outrider.train.parts.heldout import Decoding
 from outrider.train.parts.on_policy import OnPolicy, continue_prefixes
 from outrider.train.settings.drafters import DrafterConfig
@@ -153,7 +154,7 @@ def test_what_is_watched_is_what_real_decoding_comes_to(tmp_path: Path, target: 
     source = SmallLMDraftModel(load_small_lm(str(tmp_path), byte_tokenizer(), dtype=torch.float32))
     prompts = [random_prompt(12, seed) for seed in range(3)]
     eos = {list(autoregressive(stack, prompts[0], max_new_tokens=7))[-1].tokens[-1]}
-    metrics = Decoding(prompts, 20, eos)(stack, source)
+    metrics = Decoding([*map(TextToContinue, prompts)], 20, eos)(stack, source)
     limits: dict[str, Any] = {"max_new_tokens": 20, "eos": eos}
     drafting = [list(speculative(stack, ModelDrafter(source, Chain(FixedLength(4))), p, **limits)) for p in prompts]
     assert sum(len(r.tokens) for r in drafting[0]) <= 7  # what comes after a text's end is not watched

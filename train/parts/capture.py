@@ -10,7 +10,7 @@ each split, which calls `capture` for each text, whose tokens a `Recorder` recor
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from accelerate import PartialState
@@ -22,14 +22,9 @@ from outrider.base.errors import UserError
 from outrider.base.files import digest_of, require_writable, write_atomically
 from outrider.base.processes import from_main
 from outrider.base.progress import track_progress
-from outrider.data_prep.text.chat import records_of_runs, templates_of_run
-from outrider.data_prep.text.settings import DataConfig
 from outrider.data_prep.text.sources import Split
 from outrider.draft_models.losses import IGNORE
-from outrider.draft_models.targets.fingerprint import changed_parts, config_differences
-from outrider.draft_models.targets.open_target import OpenTarget
-from outrider.draft_models.targets.vocabulary import KWARGS, bind_arguments
-from outrider.inference.core.drafter import DraftModel
+from outrider.inference.core.drafter import Drafter, DraftModel
 from outrider.inference.core.rounds import Round
 from outrider.inference.drafters.model_drafter import ModelDrafter
 from outrider.inference.measure.time_limit import TimeLimit, spread_order
@@ -39,7 +34,6 @@ from outrider.train.core import run_dir
 from outrider.train.core.training import Batch
 
 EXAMPLES = 64  # drafted tokens in one row of `fit`
-_REMEDY = "make others with outrider generate-responses temperature=0 top_k_logits=2"
 
 
 class TextToContinue(NamedTuple):
@@ -47,6 +41,18 @@ class TextToContinue(NamedTuple):
 
     prompt: list[int]
     answer: list[int] | None = None
+
+    def rounds(
+        self, decode: Callable[..., Iterator[Round]], drafter: Drafter, new_tokens: int, ends: Collection[int]
+    ) -> Iterator[Round]:
+        """Its rounds, up to `new_tokens` tokens or one of `ends`. decode: `speculative` of a target, or `replay` of the
+        answer."""
+        sequences = [self.prompt]
+        if self.answer is not None:
+            sequences.append(self.answer)
+            if self.answer[-1] not in ends:  # so that a draft does not show where the answer ends
+                new_tokens = min(new_tokens, len(self.answer))
+        return decode(drafter, *sequences, max_new_tokens=new_tokens, eos=ends)
 
 
 @dataclass(frozen=True)
@@ -100,14 +106,9 @@ def capture(drafting: Drafting, text: TextToContinue, untested: bool = False) ->
     Returns target_hidden [n, d_T], draft_hidden [n, d_D] in the model's dtype, and position (from 1), confidence (q of
     the token) and label (1: it was the target's), each [n]; nothing where nothing was drafted.
     """
-    recorder, most = Recorder(drafting.max_draft, untested, drafting.ends), drafting.new_tokens
-    sequences = [text.prompt]
-    if text.answer is not None:
-        sequences.append(text.answer)
-        if text.answer[-1] not in drafting.ends:  # so that a draft does not show where the answer ends
-            most = min(most, len(text.answer))
+    recorder = Recorder(drafting.max_draft, untested, drafting.ends)
     drafter = ModelDrafter(drafting.draft_model(), Chain(recorder))
-    for _ in drafting.decode(drafter, *sequences, max_new_tokens=most, eos=drafting.ends):
+    for _ in text.rounds(drafting.decode, drafter, drafting.new_tokens, drafting.ends):
         pass
     return join_batches([{name: value.cpu() for name, value in example.items()} for example in recorder.examples])
 
@@ -179,28 +180,6 @@ def select_tested(captured: Batch) -> Batch:
     position, label = captured["position"], captured["label"]
     is_tested = (position == 1) | (label.roll(1) == 1)
     return {name: value[is_tested] for name, value in captured.items()}
-
-
-def require_answers_of(target: OpenTarget, data: DataConfig) -> None:
-    """Raise `UserError` where the responses that `data` names are not greedy or are of another target or template,
-    according to the records of the runs that made them."""
-    for folder, record in records_of_runs(data).items():
-        run: dict[str, Any] = record
-        expected, model = target.fingerprint, run.get("model", {})
-        greedy = run.get("temperature", 0) == 0 or run.get("greedy_tokens", 0) >= run.get("max_new_tokens", 0)
-        differs = bool(config_differences(model.get("config", expected.config), expected.config))
-        differs |= bool(changed_parts(model.get("tensors", {}), expected.tensors or {}))
-        differs |= run.get("tokenizer", expected.tokenizer) != expected.tokenizer
-        tokenizer = bind_arguments(target.tokenizer, data.chat_template_kwargs, data.template, f"data.{KWARGS}")
-        right = {data.template} if tokenizer.chat_template else {data.template, "absent"}
-        wrong = {
-            "sampled, but for the first tokens": not greedy,
-            f"of another target than {target.source}": differs,
-            f"of another template than {data.template}": bool(templates_of_run(run, tokenizer) - right),
-        }
-        faults = " and ".join(what for what, is_so in wrong.items() if is_so)
-        if faults:
-            raise UserError(f"data.path={folder}: these answers are {faults}; {_REMEDY}")
 
 
 def recorded_text(row: Batch) -> TextToContinue | None:

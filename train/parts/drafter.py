@@ -106,11 +106,12 @@ def write_records(
     out_dir, and the settings that it contains besides the results. shape: the drafter's, for the printed line.
     """
     out_dir = Path(config.out_dir)
-    write_card(out_dir, use, config.target, {**card_facts, **_training_facts(config, result, metrics)})
+    write_card(out_dir, use, config.target or "MODEL", {**card_facts, **_training_facts(config, result, metrics)})
     if record is not None:
         file, settings = record
-        report = {"target": config.target, "step": result.step, "metrics": result.metrics, "steps": result.steps}
-        report |= {"training_seconds": result.seconds, "last_metrics": result.last_metrics, "settings": settings}
+        report: dict[str, object] = {"target": config.target, "step": result.step, "metrics": result.metrics}
+        report |= {"steps": result.steps, "training_seconds": result.seconds}
+        report |= {"last_metrics": result.last_metrics, "settings": settings}
         write_json(out_dir / file, {**report, "fit": asdict(config.fit), "made_with": provenance()})
     figures = [f"{name}={result.metrics[name]:.4f}" for name in metrics]
     say(" ".join(filter(None, [f"saved drafter={out_dir}", shape, f"step={result.step}", *figures])))

@@ -4,8 +4,9 @@
 `HeldOutText` runs both over text once, and computes τ for drafts of `WATCHED_DRAFT` tokens from each position.
 """
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Self
 
@@ -30,9 +31,9 @@ from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import OpenTarget, pick_dtype
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.target import Masks
-from outrider.inference.core.decode import speculative
+from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.core.drafter import DraftModel
-from outrider.inference.core.rounds import collect
+from outrider.inference.core.rounds import Round, collect
 from outrider.inference.drafters.model_drafter import ModelDrafter
 from outrider.inference.loading.models import Drafters, prepare_models
 from outrider.inference.loading.target_setup import end_tokens
@@ -40,6 +41,7 @@ from outrider.inference.measure.statistics import acceptance_by_position, decode
 from outrider.inference.shapes.factory import Chain
 from outrider.inference.stopping.interface import FixedLength
 from outrider.train.core.training import Batch, Metrics, TrainRows
+from outrider.train.parts.capture import TextToContinue
 from outrider.train.parts.top_k_rows import TOP_K
 
 WATCHED_DRAFT = 4  # draft length for an evaluation's τ: fixed, so that τ depends on the weights alone
@@ -47,12 +49,12 @@ WATCHED_DRAFT = 4  # draft length for an evaluation's τ: fixed, so that τ depe
 
 @dataclass(frozen=True)
 class Decoding:
-    """Greedy decoding of held-out prompts, up to `new_tokens` new tokens or a token of `eos`.
+    """Greedy decoding of held-out texts, up to `new_tokens` new tokens or a token of `eos`.
 
     It stops at `eos` because a chat model's output after the end of its answer is irrelevant.
     """
 
-    prompts: Sequence[Sequence[int]]
+    texts: Sequence[TextToContinue]
     new_tokens: int
     eos: Collection[int]
 
@@ -63,23 +65,36 @@ class Decoding:
         longest = min(map(context_limit, (target.config, *drafter))) - new_tokens
         if len(rows) < prompts:
             say(f"decode_prompts={prompts}: {len(rows)} held-out rows are decoded, there are no more")
-        prompts_of_rows = [heldout_prompt(rows[i])[-longest:] for i in range(min(prompts, len(rows)))]
-        return cls(prompts_of_rows, new_tokens, end_tokens(target))
+        texts = [TextToContinue(heldout_prompt(rows[i])[-longest:]) for i in range(min(prompts, len(rows)))]
+        return cls(texts, new_tokens, end_tokens(target))
+
+    def answer(self, stack: LayerStack) -> Self:
+        """The same with the target's greedy answers, which `measure` can replay."""
+        texts = []
+        for text in track_progress(self.texts, "answering held-out prompts", "prompts"):
+            rounds = autoregressive(stack, text.prompt, max_new_tokens=self.new_tokens, eos=self.eos)
+            texts.append(text._replace(answer=[*collect(rounds).tokens]))
+        return replace(self, texts=texts)
 
     def __call__(self, stack: LayerStack, model: DraftModel, drafters: Drafters = MappingProxyType({})) -> Metrics:
-        """Decode with the target `stack` and drafts by `model`, `WATCHED_DRAFT` tokens a round.
+        """Decode with the target `stack` and drafts by `model` (see `measure`).
 
         drafters: modules by kind that are prepared for decoding first, with the target; none: nothing is prepared.
-        Returns tau, the tokens for each pass of the target, its own token included; and accept_<i>, the share of
-        accepted tokens among the i-th tokens of drafts.
         """
         if drafters:
             prepare_models(stack, drafters)
+        return self.measure(partial(speculative, stack), model)
+
+    def measure(self, decode: Callable[..., Iterator[Round]], model: DraftModel) -> Metrics:
+        """Decode with drafts by `model`, `WATCHED_DRAFT` tokens a round. decode: see `TextToContinue.rounds`.
+
+        Returns tau, the tokens for each pass of the target, its own token included; and accept_<i>, the share of
+        accepted tokens among the i-th tokens of drafts.
+        """
         generations = []
-        for prompt in track_progress(self.prompts, "decoding held-out prompts", "prompts"):
+        for text in track_progress(self.texts, "decoding held-out prompts", "prompts"):
             drafter = ModelDrafter(model, Chain(FixedLength(WATCHED_DRAFT)))
-            rounds = speculative(stack, drafter, prompt, max_new_tokens=self.new_tokens, eos=self.eos)
-            generations.append(collect(rounds))
+            generations.append(collect(text.rounds(decode, drafter, self.new_tokens, self.eos)))
         positions = {f"accept_{row.position}": row.accepted for row in acceptance_by_position(generations)}
         return {"tau": decode_statistics(generations).tau, **positions}
 

@@ -19,13 +19,15 @@ from outrider.base.streams import Streams
 from outrider.draft_models.draft_vocabulary import fit_rows, narrow, narrow_config, read_draft_vocabulary
 from outrider.draft_models.small_lm.model import MASK_TOKEN, PASS_TOKENS, pass_tokens_of, require_same_vocabulary
 from outrider.draft_models.targets.attention import ATTENTION
-from outrider.draft_models.targets.model_spec import context_limit
+from outrider.draft_models.targets.model_spec import UNLIMITED, context_limit
 from outrider.draft_models.targets.narrowed import DraftVocabulary, draft_vocabulary_of, is_narrowed
 from outrider.draft_models.targets.open_target import load_config, load_proven, load_tokenizer, special_tokens
 from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.train.parts.drafter import llama_config
 from outrider.train.parts.parallel import ONE_A_PASS, Parallel
 from outrider.train.settings.drafters import DrafterConfig, FinetuneConfig
+
+_UNKNOWN_CONTEXT = 2**17  # positions that a new drafter's config states if the target's does not
 
 
 def drafter_config(
@@ -36,7 +38,8 @@ def drafter_config(
     Raises `UserError` if the vocabulary of a finished drafter is not the target's.
     """
     if drafter.path is None:
-        return llama_config(drafter, target.vocab_size, context_limit(target), tokenizer)
+        positions = _UNKNOWN_CONTEXT if context_limit(target) == UNLIMITED else context_limit(target)
+        return llama_config(drafter, target.vocab_size, positions, tokenizer)
     config = load_config(drafter.path, drafter.revision, role="drafter.path")
     drafters_tokenizer = load_tokenizer(drafter.path, drafter.revision, role="drafter.path")
     require_same_vocabulary(drafters_tokenizer, tokenizer)

@@ -67,6 +67,11 @@ class TopKRows:
             digest.update(part.numpy().tobytes())
         self.key = digest.hexdigest()
 
+    @property
+    def largest_id(self) -> int:
+        """The largest token id, of the texts or of the target's likely tokens."""
+        return int(max(self._tokens.max(), self._ids.max()))
+
     def __len__(self) -> int:
         return len(self._rows)
 

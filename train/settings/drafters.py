@@ -22,6 +22,7 @@ from outrider.draft_models.targets.settings import (
     ReadingChanges,
     Rehearsed,
     RunDtype,
+    TargetOrTokenizer,
     TinyModel,
     WrittenDialect,
 )
@@ -42,7 +43,7 @@ class DrafterTraining(Settings):
 
     leaves: ClassVar[tuple[str, ...]] = (CHECKPOINTS,)
     out_dir: str = free(help="where everything goes")
-    target: Model = free(help="model directory, GGUF file or Hub name", debug=TinyModel(TARGET))
+    target: Model | None = free(help="model directory, GGUF file or Hub name", debug=TinyModel(TARGET))
     revision: str | None = free(None, "of the target on the Hub: branch, tag or commit", debug=None)
     data: DataConfig
     fit: FitConfig
@@ -141,7 +142,7 @@ class EesdConfig(Distillation, DrafterTraining, Rehearsed, RunConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrateConfig(Rehearsed, RunConfig):
+class CalibrateConfig(TargetOrTokenizer, Rehearsed, RunConfig):
     """Train the calibration head of a drafter on the outcomes of its drafted tokens.
 
     The texts that are continued are known by what is captured of them, drafter and target by their digests.
@@ -154,7 +155,6 @@ class CalibrateConfig(Rehearsed, RunConfig):
     fit: FitConfig = opt(help="a row is `EXAMPLES` drafted tokens")
     target: Model | None = free(None, debug=TinyModel(TARGET))
     """model directory, GGUF file or Hub name; null: the one the early exit in `checkpoint` was trained for"""
-    revision: str | None = free(None, "of the target on the Hub: branch, tag or commit", debug=None)
     reading: ReadingChanges = free(factory=ReadingChanges, debug=DEFAULT)
     """corrections of an EAGLE-3 head's config.json; give evaluate-checkpoint the same"""
     answers: Literal["target", "recorded"] = opt("target", debug="target")
@@ -182,6 +182,8 @@ class CalibrateConfig(Rehearsed, RunConfig):
         require_heldout(self.data, "the head is judged on held-out text")
         recordable = self.answers == "target" or self.data.source == "local"
         self.require("answers", recordable, "target without data=responses")
+        decodes = self.tokenizer is not None and self.answers == "target"
+        self.require("answers", not decodes, "recorded with tokenizer=, as no target is there to decode")
 
 
 @dataclass(frozen=True)
@@ -220,7 +222,7 @@ def require_heads(hidden: int, heads: int, kv_heads: int) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetuneConfig(Distillation, DrafterTraining, Rehearsed, RunConfig):
+class FinetuneConfig(Distillation, TargetOrTokenizer, DrafterTraining, Rehearsed, RunConfig):
     """A small LM as a drafter for `target`, trained on text or towards the target's own distribution."""
 
     revision: str | None = opt(None, "of the target on the Hub: branch, tag or commit", debug=None)
@@ -239,7 +241,11 @@ class FinetuneConfig(Distillation, DrafterTraining, Rehearsed, RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.require_one()
         require_teacher(self)
+        unseen = self.tokenizer is not None
+        expected = "cached, or objective=cross_entropy, with tokenizer=: an online teacher is a whole target"
+        self.require("teacher", not (unseen and self.online), expected)
         on_text, fits = self.on_policy == 0, 1 <= self.on_policy_tokens < self.seq_len
         target_at_hand = "0 without a target in the loop: give a divergence as objective and teacher=online"
         self.require("on_policy", on_text or self.online, target_at_hand)
@@ -260,6 +266,7 @@ class Eagle3Config(DrafterTraining, Rehearsed, RunConfig):
 
     by_layers: ClassVar[bool] = True  # it needs the layers of the target
 
+    target: Model = free(help="model directory, GGUF file or Hub name", debug=TinyModel(TARGET))
     start: Head | None = opt(None, debug=TinyModel(EAGLE3))
     """an EAGLE-3 head to continue training, a directory or Hub name; null: a new one with random weights, except that
     its logits' matrix begins as the target's"""

@@ -1,6 +1,7 @@
 """Answers of a server: those of the own path, whatever the server drops, delays, repeats or gets wrong."""
 
 import copy
+import json
 import re
 import shutil
 import time
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from outrider.base.errors import UserError
+from outrider.data_prep.text.data_files import RUN_FILE
 from outrider.inference.batch.client import ReplyError
 from outrider.inference.batch.generate import generate_responses
 from outrider.inference.batch.server import TokenRow, check_rows
@@ -51,6 +53,24 @@ def test_a_servers_greedy_answers_and_log_probabilities_are_the_own_paths(make, 
         assert torch.equal(found.top.tokens, want.top.tokens)
         torch.testing.assert_close(found.top.logprobs, want.top.logprobs, atol=0.01, rtol=0)
         torch.testing.assert_close(found.top.tail, want.top.tail, atol=0.01, rtol=0)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
+def test_a_tokenizer_stands_for_the_target_of_a_server(make, engine, tmp_path, file):
+    """Also without a config: the files are the same, but that they say that no weights were seen."""
+    short = {**GREEDY, "turns": "first"}  # within the context, which a tokenizer does not tell
+    own = make(name="own", **short)
+    generate_responses(own)
+    missing = shutil.ignore_patterns("*.safetensors", file)
+    shutil.copytree(own.target, tmp_path / "tokenizer", ignore=missing)
+    with serving(engine()) as url:
+        config = replace(asked(make, url, **short), target=None, tokenizer=str(tmp_path / "tokenizer"))
+        generate_responses(config)
+        generate_responses(replace(config, resume=True))
+    assert responses(config) == responses(own)
+    run = json.loads((tmp_path / "served" / RUN_FILE).read_text())
+    assert run["model"].keys() == {"vocabulary", "weights_seen"}
+    assert run["model"]["weights_seen"] is False
 
 
 def test_an_answer_begins_greedily_and_is_sampled_by_its_seed_alone(make, engine):

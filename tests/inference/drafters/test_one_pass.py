@@ -108,7 +108,7 @@ def test_no_draft_is_deeper_than_its_pass(make: Callable[..., Target]) -> None:
         captured = capture(
             Drafting(partial(speculative, target.stack), lambda: draft_model_of(small), 14, 6), TextToContinue(PROMPT)
         )
-        found = Decoding([PROMPT], 14, ())(target.stack, draft_model_of(small))
+        found = Decoding([TextToContinue(PROMPT)], 14, ())(target.stack, draft_model_of(small))
     assert captured["position"].max() == 2
     assert {"accept_1", "accept_2"} == {*found} - {"tau"}
 

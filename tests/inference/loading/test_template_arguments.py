@@ -24,7 +24,7 @@ from outrider.inference.audit import answers
 from outrider.inference.batch import generate, own_prompts
 from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.settings.tools import AuditConfig
-from outrider.train.parts.capture import require_answers_of
+from outrider.train.parts.recorded_answers import require_answers_of
 from tests.tiny import byte_tokenizer, save_target
 
 TURN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
