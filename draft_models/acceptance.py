@@ -70,8 +70,8 @@ def top_k_logs(top_logprobs: Tensor, tail: Tensor) -> Tensor:
 
     Normalised again, since the inputs may have been stored in half precision.
     """
-    mass = torch.where(tail > 0, tail, HALF_PRECISION_ZERO)
-    return torch.cat([top_logprobs, mass.log()[:, None]], -1).log_softmax(-1)
+    tail_mass = torch.where(tail > 0, tail, HALF_PRECISION_ZERO)
+    return torch.cat([top_logprobs, tail_mass.log()[:, None]], -1).log_softmax(-1)
 
 
 def argmax_and_acceptance(logits: Logits, hidden: Tensor, accept: AcceptanceOf | None) -> tuple[Tensor, Tensor | None]:
@@ -79,11 +79,11 @@ def argmax_and_acceptance(logits: Logits, hidden: Tensor, accept: AcceptanceOf |
     better."""
     choices = torch.empty(len(hidden), dtype=torch.long, device=hidden.device)
     accepted = None  # allocated once: small blocks between large ones would fragment the C heap
-    start, size = 0, 1  # a first block of one position shows the size of the vocabulary
+    start, block_size = 0, 1  # a first block of one position shows the size of the vocabulary
     while start < max(1, len(hidden)):
-        rows = slice(start, start + size)
+        rows = slice(start, start + block_size)
         drafted = logits(hidden[rows])
-        start, size = start + size, logits_at_once(drafted.shape[-1], drafted.device)
+        start, block_size = start + block_size, logits_at_once(drafted.shape[-1], drafted.device)
         choices[rows] = drafted.argmax(-1)
         if accept is not None:
             rates = accept(drafted.to(torch.promote_types(drafted.dtype, torch.float32)), rows)
@@ -97,15 +97,15 @@ def scatter_positions(values: Tensor, keep: Tensor, fill: float) -> Tensor:
     return values.new_full(keep.shape, fill).masked_scatter(keep, values)
 
 
-def analytic_tau(accepted: Tensor, documents: Tensor, length: int) -> Tensor:
-    """1 + Σ_k Π_{i≤k} α_i over every window of `length` positions, [windows]: the expected tokens of a round.
+def analytic_tau(accepted: Tensor, documents: Tensor, window_length: int) -> Tensor:
+    """1 + Σ_k Π_{i≤k} α_i over every window of `window_length` positions, [windows]: the expected tokens of a round.
 
     With a constant α this is Leviathan et al. 2023, equation 1. accepted [B, T]: α, NaN where unknown. documents [B, T]
     numbers the documents packed in a row. Only windows inside one document with all α known are used.
     """
-    if accepted.shape[1] < length:
+    if accepted.shape[1] < window_length:
         return accepted.new_empty(0)
-    windows, owners = accepted.unfold(1, length, 1), documents.unfold(1, length, 1)
+    windows, owners = accepted.unfold(1, window_length, 1), documents.unfold(1, window_length, 1)
     return tau_of_rounds(windows[owners[..., 0] == owners[..., -1]])
 
 

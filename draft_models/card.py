@@ -58,12 +58,12 @@ def describe_serving(drafted: int, engine: str = "vllm", *, one_pass: bool = Fal
     """
     lines = [_SERVING[name] for name in (PLAIN_ENGINES if engine in PLAIN_ENGINES and not head else (engine,))]
     parallel, numbers = '"parallel_drafting": true, ' if one_pass else "", {"drafted": drafted, "checked": drafted + 1}
-    names = {"method": "draft_model", "algorithm": "STANDALONE", "topk": 1, "drafts": "draft-simple"} | numbers
-    names["p_min"] = " --spec-draft-p-min 0.6"
+    values = {"method": "draft_model", "algorithm": "STANDALONE", "topk": 1, "drafts": "draft-simple"} | numbers
+    values["p_min"] = " --spec-draft-p-min 0.6"
     if head:
-        names |= {"method": EAGLE3, "algorithm": "EAGLE3", "topk": 4, "checked": 16, "drafts": "draft-eagle3"}
-        names["p_min"] = ""
-    return "\n\n".join(lines) % {**names, "parallel": parallel}
+        values |= {"method": EAGLE3, "algorithm": "EAGLE3", "topk": 4, "checked": 16, "drafts": "draft-eagle3"}
+        values["p_min"] = ""
+    return "\n\n".join(lines) % {**values, "parallel": parallel}
 
 
 LLAMA_CPP_DRAFT = 3  # tokens of a draft that paid in llama.cpp (docs/deploy.md)

@@ -34,11 +34,11 @@ def count_tokens(rows: Iterable[Mapping[str, Tensor]], vocabulary: int) -> Tenso
     return counts
 
 
-def choose_tokens(counts: Tensor, size: int, always: Iterable[int] = ()) -> Tensor:
-    """The `size` most frequent tokens, ascending; ties go to lower ids. always: ids that are included."""
+def choose_tokens(counts: Tensor, count: int, required_ids: Iterable[int] = ()) -> Tensor:
+    """The `count` most frequent tokens, ascending; ties go to lower ids. required_ids: ids that are included."""
     priority = counts.clone()
-    priority[list(always)] = torch.iinfo(priority.dtype).max
-    return priority.sort(descending=True, stable=True).indices[:size].sort().values
+    priority[list(required_ids)] = torch.iinfo(priority.dtype).max
+    return priority.sort(descending=True, stable=True).indices[:count].sort().values
 
 
 def coverage(counts: Tensor, tokens: Tensor) -> float:
@@ -85,29 +85,29 @@ def widen(model: PreTrainedModel, draft_vocabulary: DraftVocabulary, special: Ma
 
     Tokens outside the draft vocabulary get the row for other tokens and are never the argmax (see `widen_rows`).
     """
-    size, count = draft_vocabulary.vocabulary, len(draft_vocabulary.tokens)
+    target_vocabulary, count = draft_vocabulary.vocabulary, len(draft_vocabulary.tokens)
 
     def widened_rows(rows: Tensor, filler: Tensor) -> Tensor:
-        return widen_rows(rows[:count], filler, draft_vocabulary.tokens, size)
+        return widen_rows(rows[:count], filler, draft_vocabulary.tokens, target_vocabulary)
 
     _replace_rows(model, lambda x: widened_rows(x, x[count]), lambda x: widened_rows(x, x[:count].mean(0)))
-    model.config.update({"vocab_size": size, "tie_word_embeddings": False, **special})
+    model.config.update({"vocab_size": target_vocabulary, "tie_word_embeddings": False, **special})
     delattr(model.config, MARK)
 
 
 @torch.no_grad()
-def fit_rows(model: PreTrainedModel, size: int, special: Mapping[str, object]) -> None:
+def fit_rows(model: PreTrainedModel, target_rows: int, special: Mapping[str, object]) -> None:
     """Give `model` as many rows as its target, for engines that require it. special: the target's special ids.
 
     Embeddings of one vocabulary are padded to various sizes; padding ids occur in no text. A new row is the mean of all
     rows, and never the argmax (see `widen_rows`).
     """
     config = model.config.get_text_config()
-    if config.vocab_size == size:
+    if config.vocab_size == target_rows:
         return
-    ids = torch.arange(min(size, config.vocab_size))
-    _replace_rows(model, lambda rows: widen_rows(rows[: len(ids)], rows.mean(0), ids, size))
-    config.update({"vocab_size": size, **special})
+    ids = torch.arange(min(target_rows, config.vocab_size))
+    _replace_rows(model, lambda rows: widen_rows(rows[: len(ids)], rows.mean(0), ids, target_rows))
+    config.update({"vocab_size": target_rows, **special})
 
 
 def _replace_rows(
@@ -117,9 +117,9 @@ def _replace_rows(
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     assert isinstance(embedding, nn.Embedding)
     assert isinstance(head, nn.Linear)
-    tied, before = head_map is None and head.weight is embedding.weight, head.weight
+    tied, old_head_weight = head_map is None and head.weight is embedding.weight, head.weight
     embedding.weight = nn.Parameter(embed_map(embedding.weight))
-    head.weight = embedding.weight if tied else nn.Parameter((head_map or embed_map)(before))
+    head.weight = embedding.weight if tied else nn.Parameter((head_map or embed_map)(old_head_weight))
     if head.bias is not None:
         head.bias = nn.Parameter((head_map or embed_map)(head.bias))
     embedding.num_embeddings = head.out_features = len(head.weight)

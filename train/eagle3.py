@@ -64,8 +64,8 @@ def train_eagle3(config: Eagle3Config) -> None:
     target, head, data set or directory, before any weight is read.
     """
     target = open_target(config.target, config.revision)
-    stored = open_start(config, target)
-    reading = reading_of(config, stored, target.config)
+    stored_head = open_start(config, target)
+    reading = reading_of(config, stored_head, target.config)
     memory = partial(plan_memory, config, reading, target.config)
     if config.plan:
         print(memory(), flush=True)
@@ -77,7 +77,7 @@ def train_eagle3(config: Eagle3Config) -> None:
         fingerprint = run.from_main(lambda: target.fingerprint)
         origin = {"target": asdict(fingerprint), "data_key": rows.key, "taps": list(reading.taps)}
 
-        build = partial(build_student, config, target, stored, reading, tokens, run.device)
+        build = partial(build_student, config, target, stored_head, reading, tokens, run.device)
         row_shape = (config.seq_len, len(reading.taps) + 1, reading.target_hidden)
         student, rows_to_fit = add_states(config, rows, row_shape, origin, build, run)
         trained, frozen = student.count_parameters()
@@ -86,7 +86,7 @@ def train_eagle3(config: Eagle3Config) -> None:
             f"trained_parameters={trained} frozen_parameters={frozen} processes={run.state.num_processes} "
             f"objective={config.objective}")  # fmt: skip
 
-        start = None if stored is None else run.from_main(lambda: model_identity(stored.files))
+        start = None if stored_head is None else run.from_main(lambda: model_identity(stored_head.files))
         identity = {**config.decisions(), **origin, "start_model": start}
         # The evaluation is made before the fit: DeepSpeed shards every module that is constructed after its start.
         evaluate = make_evaluation(config, target, heldout, student) if run.is_main else None
@@ -96,7 +96,7 @@ def train_eagle3(config: Eagle3Config) -> None:
             minutes=config.minutes,
         )  # fmt: skip
         if result is not None:
-            made_here = stored is None or stored.made_here  # another trainer's head has to be examined (doctor=true)
+            made_here = stored_head is None or stored_head.made_here  # another trainer's head is examined (doctor=true)
             save_drafter(config, target.config, student.head, made_here, identity, result)
 
 
@@ -107,17 +107,17 @@ def open_start(config: Eagle3Config, target: OpenTarget) -> heads.StoredHead | N
     """The finished head to continue from, if any; warns if another trainer wrote it."""
     if config.start is None:
         return None
-    stored = heads.open_head(config.start, target.config, changes=config.reading)
-    if not stored.made_here:
+    stored_head = heads.open_head(config.start, target.config, changes=config.reading)
+    if not stored_head.made_here:
         warn(f"start={config.start}: another trainer's head, read as its config.json says; examine it first "
              "(evaluate-checkpoint eagle3=… doctor=true): a misread head learns to be one")  # fmt: skip
-    return stored
+    return stored_head
 
 
-def reading_of(config: Eagle3Config, stored: heads.StoredHead | None, target: PreTrainedConfig) -> Reading:
+def reading_of(config: Eagle3Config, stored_head: heads.StoredHead | None, target: PreTrainedConfig) -> Reading:
     """The reading of the head to train. Raises `UserError` if it cannot be trained with it, or not be written."""
-    if stored is not None:
-        reading = stored.reading
+    if stored_head is not None:
+        reading = stored_head.reading
     else:
         shape = {name: getattr(config, name) for name in ("taps", "version", "draft_vocabulary", "intermediate")}
         reading = new_reading(target, **shape)
@@ -134,15 +134,15 @@ def reading_of(config: Eagle3Config, stored: heads.StoredHead | None, target: Pr
 def build_student(
     config: Eagle3Config,
     target: OpenTarget,
-    stored: heads.StoredHead | None,
+    stored_head: heads.StoredHead | None,
     reading: Reading,
     tokens: Tensor | None,
     device: torch.device,
 ) -> "Eagle3Student":
     """The head on the whole target, both on `device`. tokens: the draft vocabulary of a new head."""
     stack = target.stack(dtype=frozen_dtype(config.frozen_dtype, device), device=device)
-    if stored is not None:
-        return Eagle3Student(stack, stored.load(torch.float32, device), config)
+    if stored_head is not None:
+        return Eagle3Student(stack, stored_head.load(torch.float32, device), config)
     seed = Streams(config.fit.seed).number("weights", bits=63)
     head = heads.new_head(reading, stack, None if tokens is None else tokens.to(device), seed)
     return Eagle3Student(stack, head, config)
@@ -200,39 +200,39 @@ class Eagle3Student(Student):
         if self.keep < 1:
             loss_mask &= draw_depths(self.keep, self.steps, self.seed, self.step, input_ids)
         predictions = self.unroll(input_ids, positions, documents, aux.flatten(2), loss_mask)
-        shares = self.weigh(predictions, final[:, :, 0], labels)  # [n]
-        return {"loss_sum": self.loss(predictions, final[:, :, 0], labels, shares)}
+        loss_weights = self.weigh(predictions, final[:, :, 0], labels)  # [n]
+        return {"loss_sum": self.loss(predictions, final[:, :, 0], labels, loss_weights)}
 
     def weigh(self, predictions: Predictions, target: Tensor, labels: Tensor) -> Tensor:
         """The weights [n] of the predictions. target, labels: see `loss`."""
-        steps, shares, head = predictions.steps, self.step_weights[predictions.steps], self.head  # [n] each
+        steps, loss_weights, head = predictions.steps, self.step_weights[predictions.steps], self.head  # [n] each
         if self.position_weights == "decay" or self.position_weights == "none":
-            return shares
+            return loss_weights
         slots = Slots(self.position_weights, predictions.labels - steps, steps, self.steps, labels.shape)
         if slots.kind == "cat":
             product = head_product(self.stack.head, target)
-            return shares * cat_weights(slots, probabilities_of(labels, product, self.stack.spec.logits))
+            return loss_weights * cat_weights(slots, probabilities_of(labels, product, self.stack.spec.logits))
         product = head.normalise(predictions.hidden), head.lm_head.weight
         q = probabilities_of(self.classes(predictions, labels), product, PLAIN)  # [n]
-        return shares * dpace_weights(slots, q, torch.ones_like(steps, dtype=torch.bool))
+        return loss_weights * dpace_weights(slots, q, torch.ones_like(steps, dtype=torch.bool))
 
     def classes(self, predictions: Predictions, labels: Tensor) -> Tensor:
         """The labels [n] of the predictions as indices into the draft vocabulary, `IGNORE` outside it."""
         head, flat_labels = self.head, labels.flatten()
         return draft_indices(flat_labels[predictions.labels], head.draft_tokens, head.reading.vocabulary)
 
-    def loss(self, predictions: Predictions, target: Tensor, labels: Tensor, shares: Tensor | None) -> Tensor:
-        """The loss summed over n predictions, weighted by `shares` [n].
+    def loss(self, predictions: Predictions, target: Tensor, labels: Tensor, loss_weights: Tensor | None) -> Tensor:
+        """The loss summed over n predictions, weighted by `loss_weights` [n].
 
         target [B, T, H_t]: the target's states after its final norm. labels [B, T].
         """
         head = self.head
-        states, matrix = head.normalise(predictions.hidden), head.lm_head.weight  # [n, H], [V', H]
+        hidden, matrix = head.normalise(predictions.hidden), head.lm_head.weight  # [n, H], [V', H]
         if self.objective == "cross_entropy":
-            return linear_cross_entropy(states, matrix, self.classes(predictions, labels), shares=shares)
+            return linear_cross_entropy(hidden, matrix, self.classes(predictions, labels), shares=loss_weights)
         positions, owners = predictions.labels.unique_consecutive(return_inverse=True)
-        products = (states, matrix, *head_product(self.stack.head, target.flatten(0, 1)[positions]))
-        rule, weights = self.stack.spec.logits, {"owners": owners, "shares": shares}
+        products = (hidden, matrix, *head_product(self.stack.head, target.flatten(0, 1)[positions]))
+        rule, weights = self.stack.spec.logits, {"owners": owners, "shares": loss_weights}
         return linear_divergence(*products, None, self.objective, target_rule=rule, tokens=head.draft_tokens, **weights)
 
     @torch.no_grad()
@@ -342,11 +342,11 @@ def score_batch(student: Eagle3Student, batch: Batch, steps: int) -> tuple[Tenso
     """
     stack, head = student.stack, student.head
     input_ids, labels, positions, documents = (batch[name].to(stack.device) for name in BATCH)
-    states = student.target_states(input_ids, positions, documents)
+    target_states = student.target_states(input_ids, positions, documents)
     loss_mask = loss_mask_per_step(labels, documents, steps)
-    predictions = student.unroll(input_ids, positions, documents, states[:, :, :-1].flatten(2), loss_mask)
+    predictions = student.unroll(input_ids, positions, documents, target_states[:, :, :-1].flatten(2), loss_mask)
     flat, owners = predictions.labels.unique_consecutive(return_inverse=True)
-    target, logits = states[:, :, -1].flatten(0, 1)[flat], stack.logits_after_norm
+    target, logits = target_states[:, :, -1].flatten(0, 1)[flat], stack.logits_after_norm
     choices, accepted = argmax_and_acceptance(
         head.logits, predictions.hidden, acceptance_by_target(logits, target[owners])
     )
@@ -357,7 +357,7 @@ def score_batch(student: Eagle3Student, batch: Batch, steps: int) -> tuple[Tenso
     for step in range(steps):
         in_step = predictions.steps == step
         part = Predictions(*(values[in_step] for values in predictions))
-        loss = student.loss(part, states[:, :, -1], labels, None)
+        loss = student.loss(part, target_states[:, :, -1], labels, None)
         sums.append(torch.stack([in_step.sum(), loss.double(), (right & in_step).sum()]))
     return torch.stack(sums).cpu(), by_label.unflatten(0, labels.shape)
 

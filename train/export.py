@@ -83,8 +83,8 @@ def _export(config: ExportConfig, out_dir: Path) -> None:
         require_default(config, option, f"{config.checkpoint} holds {name}, which does not read it; leave it out")
     summary = write(config, out_dir)
     weight_files = [*out_dir.glob("*.safetensors"), *out_dir.glob(GGUF_FILE)]
-    size = sum(file.stat().st_size for file in weight_files) / 1e6
-    print(f"export out_dir={out_dir} {summary}" + (f" megabytes={size:.2f}" if size else ""), flush=True)
+    megabytes = sum(file.stat().st_size for file in weight_files) / 1e6
+    print(f"export out_dir={out_dir} {summary}" + (f" megabytes={megabytes:.2f}" if megabytes else ""), flush=True)
 
 
 def _require_format(config: ExportConfig, model: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -102,11 +102,11 @@ def _choose_dtypes(config: ExportConfig, model: PreTrainedConfig, *, is_drafter:
 
     is_drafter: the model drafts, so that its file for llama.cpp may be quantised unasked.
     """
-    stored = stored_dtype(model)
+    stored_type = stored_dtype(model)
     by_default = is_drafter and config.engine == "llama_cpp" and model.hidden_size % BLOCK == 0
     if config.dtype in QUANTISED or (config.dtype is None and by_default):
-        return stored, config.dtype or "q8_0"
-    default = torch.float16 if config.engine == "openvino" and stored == torch.bfloat16 else stored
+        return stored_type, config.dtype or "q8_0"
+    default = torch.float16 if config.engine == "openvino" and stored_type == torch.bfloat16 else stored_type
     dtype = getattr(torch, config.dtype) if config.dtype else default
     return dtype, str(dtype).removeprefix("torch.")
 
@@ -168,21 +168,21 @@ def _export_small_lm(config: ExportConfig, out_dir: Path) -> str:
     if loads_unchanged and config.engine in PLAIN_ENGINES:
         reason = "a small LM is an ordinary causal LM, which engines load as it is; its README.md has their commands"
         raise UserError(f"checkpoint={config.checkpoint}: {reason}")
-    count = model_config.vocab_size if draft_vocabulary is None else len(draft_vocabulary.tokens)
-    size = target_rows or (count if draft_vocabulary is None else draft_vocabulary.vocabulary)
-    model_config.update({"vocab_size": size})
-    tokenizer = limit_rows(load_tokenizer(config.checkpoint, None, role=SMALL_LM.name), size)
+    token_count = model_config.vocab_size if draft_vocabulary is None else len(draft_vocabulary.tokens)
+    row_count = target_rows or (token_count if draft_vocabulary is None else draft_vocabulary.vocabulary)
+    model_config.update({"vocab_size": row_count})
+    tokenizer = limit_rows(load_tokenizer(config.checkpoint, None, role=SMALL_LM.name), row_count)
     _require_format(config, model_config, tokenizer)
     was_trained = (Path(config.checkpoint) / TRAINING_FILE).is_file()
     is_drafter = was_trained or config.target is not None or draft_vocabulary is not None
     dtype, written_dtype = _choose_dtypes(config, model_config, is_drafter=is_drafter)
     model = load_for_engine(config.checkpoint, tokenizer, dtype, target_rows)
     _write_lm(config, written_dtype, model, tokenizer, out_dir)
-    facts = {"small LM": config.checkpoint, "drafts": f"{min(count, size)} of {size} tokens"}
+    facts = {"small LM": config.checkpoint, "drafts": f"{min(token_count, row_count)} of {row_count} tokens"}
     drafted = LLAMA_CPP_DRAFT if config.engine == "llama_cpp" else pass_tokens or 5
     use = describe_serving(drafted, config.engine, one_pass=mask is not None)
     write_card(out_dir, f"{WHAT_A_SMALL_LM_IS}\n\n{use}", config.target or "MODEL", facts)
-    return f"kind=small_lm tokens={count} dtype={written_dtype}"
+    return f"kind=small_lm tokens={token_count} dtype={written_dtype}"
 
 
 def _export_table(config: ExportConfig, out_dir: Path) -> str:
@@ -201,12 +201,12 @@ def _export_head(config: ExportConfig, out_dir: Path) -> str:
     if config.target is None:
         raise UserError("target=None: expected the model that the EAGLE-3 head was trained for")
     target = read_config(config.target, config.revision)
-    stored = open_head(config.checkpoint, target, changes=config.reading)
-    _require_blocks(config, stored.reading.hidden)
+    stored_head = open_head(config.checkpoint, target, changes=config.reading)
+    _require_blocks(config, stored_head.reading.hidden)
     float_dtype = getattr(torch, config.dtype) if config.dtype and config.dtype not in QUANTISED else None
-    head, reading = stored.load(float_dtype), stored.reading
+    head, reading = stored_head.load(float_dtype), stored_head.reading
     dtype = config.dtype or str(head.dtype).removeprefix("torch.")
-    made_here = stored.made_here and not config.reading.overrides
+    made_here = stored_head.made_here and not config.reading.overrides
     dialect = _DIALECTS[config.engine]
     if dialect == "gguf":
         partial_file = out_dir / f"{GGUF_FILE}.part"  # a stopped run may have left one
@@ -215,7 +215,7 @@ def _export_head(config: ExportConfig, out_dir: Path) -> str:
         partial_file.replace(out_dir / GGUF_FILE)
     else:
         save_head(out_dir, head, dialect, target, config.target, made_here=made_here)
-    facts: dict[str, object] = {"head": config.checkpoint, "written by": stored.dialect}
+    facts: dict[str, object] = {"head": config.checkpoint, "written by": stored_head.dialect}
     tokens = f"{reading.draft_vocabulary} of {reading.vocabulary}"
     facts |= {"written for readers of": dialect, "taps": list(reading.taps), "tokens": tokens}
     write_card(out_dir, describe_use(dialect), config.target, facts)

@@ -76,18 +76,18 @@ def forecast(config: ForecastConfig) -> None:
     Raises `UserError`, before anything is trained, for inputs that a step could not use.
     """
     records, folder = count_records(config.answers), require_writable(config.out_dir)
-    sizes = [*config.shares, *([1.0] if config.outcome else [])]
-    pipelines = [pipeline_of(config, size, records) for size in sizes]
+    shares = [*config.shares, *([1.0] if config.outcome else [])]
+    pipelines = [pipeline_of(config, share, records) for share in shares]
     plans = [plan_steps(pipeline, config_for) for pipeline in pipelines]
     for pipeline, plan in zip(pipelines, plans, strict=True):
         check_steps(pipeline, plan)
     with only_run(folder, "a forecast"):
         require_free(folder, config.leaves, config.resume)
         reports: dict[float, list[MethodReport]] = {}
-        for size, pipeline, plan in zip(sizes, pipelines, plans, strict=True):
+        for share, pipeline, plan in zip(shares, pipelines, plans, strict=True):
             run_pipeline(pipeline, plan)
-            reports[size] = read_reports(plan[-1].product, "remove it, and resume=true does the step again")
-            if size == config.shares[-1]:
+            reports[share] = read_reports(plan[-1].product, "remove it, and resume=true does the step again")
+            if share == config.shares[-1]:
                 write_forecast(config, folder, records, kinds := forecast_kinds(config, reports), {})
         if config.outcome:
             outcomes = {kind.kind: judge_outcome(kind, reports[1.0]) for kind in kinds}
@@ -102,26 +102,26 @@ def count_records(answers: str) -> int:
     return records
 
 
-def pipeline_of(config: ForecastConfig, size: float, records: int) -> PipelineConfig:
-    """The pipeline that trains and measures at a share `size` of minutes and `records`."""
+def pipeline_of(config: ForecastConfig, share: float, records: int) -> PipelineConfig:
+    """The pipeline that trains and measures at this `share` of minutes and `records`."""
     experiment = config_for("train/pipeline.py", ["experiment=auto"])
     assert isinstance(experiment, PipelineConfig)
     template: dict[str, object] = {} if config.template == "auto" else {"template": config.template}
     template |= {KWARGS: config.chat_template_kwargs} if config.chat_template_kwargs else {}
     data: dict[str, object] = {"data": "responses", "data.path": config.answers}
-    data |= {"data.max_records": max(1, round(size * records))} if size < 1 else {}
+    data |= {"data.max_records": max(1, round(share * records))} if share < 1 else {}
     data |= {f"data.{key}": value for key, value in template.items()}
-    limit = {MINUTES: float(f"{size * config.minutes:.3g}"), **NO_LIMIT}
-    steps: dict[str, dict[str, object]] = {}
+    limit = {MINUTES: float(f"{share * config.minutes:.3g}"), **NO_LIMIT}
+    step_options: dict[str, dict[str, object]] = {}
     for kind in config.kinds:
         step, _ = FORECAST_KINDS[kind]
-        steps[step] = experiment.steps[step] | data | (limit if "fit.epochs" in experiment.steps[step] else {})
+        step_options[step] = experiment.steps[step] | data | (limit if "fit.epochs" in experiment.steps[step] else {})
     methods = [FORECAST_KINDS[kind][1] for kind in config.kinds]
-    measured: dict[str, object] = {"prompts": config.prompts, "method": methods}
-    measured |= {"num_prompts": config.num_prompts, "max_new_tokens": config.max_new_tokens, "dtype": config.dtype}
-    steps["report"] = measured | {"compare_transformers": False} | template
-    out_dir = str(Path(config.out_dir, TRAININGS, f"share_{size:.4g}"))
-    return PipelineConfig(steps=steps, target=config.target, out_dir=out_dir, resume=True)
+    report: dict[str, object] = {"prompts": config.prompts, "method": methods}
+    report |= {"num_prompts": config.num_prompts, "max_new_tokens": config.max_new_tokens, "dtype": config.dtype}
+    step_options["report"] = report | {"compare_transformers": False} | template
+    out_dir = str(Path(config.out_dir, TRAININGS, f"share_{share:.4g}"))
+    return PipelineConfig(steps=step_options, target=config.target, out_dir=out_dir, resume=True)
 
 
 def forecast_kinds(config: ForecastConfig, reports: Mapping[float, Sequence[MethodReport]]) -> list[KindForecast]:
@@ -147,8 +147,8 @@ def forecast_kind(config: ForecastConfig, kind: str, reports: Mapping[float, Met
 
 
 def _report_of(kind: str, reports: Sequence[MethodReport]) -> MethodReport:
-    key = FORECAST_KINDS[kind][1].replace("/", "_")
-    return next(report for report in reports if report.method == key)
+    method_name = FORECAST_KINDS[kind][1].replace("/", "_")
+    return next(report for report in reports if report.method == method_name)
 
 
 def judge_outcome(kind: KindForecast, reports: Sequence[MethodReport]) -> Outcome:
@@ -162,7 +162,7 @@ def describe_kind(kind: KindForecast, minutes: float) -> str:
     """The forecast of a kind in a sentence."""
     (budget, *_), (*_, trained) = kind.expected, kind.trained
     text = f"{kind.kind}: τ is {trained.tau:.2f} after {trained.size * minutes:.3g} minutes, break-even {kind.even:.2f}"
-    after = f"expected after {minutes:g} minutes: τ {budget.tau:.2f} [{budget.low:.2f}, {budget.high:.2f}]"
+    prospect = f"expected after {minutes:g} minutes: τ {budget.tau:.2f} [{budget.low:.2f}, {budget.high:.2f}]"
     speed = f"speed-up {budget.tau / kind.even:.2f} [{budget.low / kind.even:.2f}, {budget.high / kind.even:.2f}]"
     if kind.minutes_to_even is None:
         pays = f"it will not pay within {LONGER[-1] * minutes:g} minutes"
@@ -170,7 +170,7 @@ def describe_kind(kind: KindForecast, minutes: float) -> str:
         pays = "it pays already"
     else:
         pays = f"it pays from about {kind.minutes_to_even:.3g} minutes"
-    return f"{text}; {after}, {speed}; {pays}"
+    return f"{text}; {prospect}, {speed}; {pays}"
 
 
 def _table_rows(config: ForecastConfig, records: int, kinds: Sequence[KindForecast]) -> Iterator[dict[str, object]]:

@@ -52,10 +52,10 @@ def train_toy_target(config: ToyTargetConfig) -> None:
             tokenizer = train_tokenizer(read_texts(config), config.vocabulary)
         rows = load_rows(config.data, tokenizer, config.seq_len, "train")
         heldout = load_rows(config.data, tokenizer, config.seq_len, "heldout", max_rows=config.eval_rows or None)
-        sizes, student = token_bytes(tokenizer), ToyTarget(build_lm(config, tokenizer))
+        bytes_of_token, student = token_bytes(tokenizer), ToyTarget(build_lm(config, tokenizer))
 
         def evaluate(step: int) -> Metrics:
-            return {"bits_per_byte": bits_per_byte(student, heldout, sizes)}
+            return {"bits_per_byte": bits_per_byte(student, heldout, bytes_of_token)}
 
         identity = config.decisions() | {"data_key": rows.key}
         result = run.fit(
@@ -141,27 +141,27 @@ def build_lm(config: ToyTargetConfig, tokenizer: PreTrainedTokenizerFast) -> Lla
     return lm
 
 
-def bits_per_byte(model: nn.Module, rows: PackedRows, sizes: Tensor, batch_rows: int = 8) -> float:
+def bits_per_byte(model: nn.Module, rows: PackedRows, bytes_of_token: Tensor, batch_rows: int = 8) -> float:
     """Loss on `rows` in bits per byte of the predicted text (the loss on EOS is included); split over processes."""
     process = join_processes()
     sums = torch.zeros(2, dtype=torch.float64)
-    share = range(process.process_index, len(rows), process.num_processes)
-    for start in track_progress(range(0, len(share), batch_rows), "judging held-out text", "batches"):
-        batch = default_collate([rows[index] for index in share[start : start + batch_rows]])
+    own_rows = range(process.process_index, len(rows), process.num_processes)
+    for start in track_progress(range(0, len(own_rows), batch_rows), "judging held-out text", "batches"):
+        batch = default_collate([rows[index] for index in own_rows[start : start + batch_rows]])
         labels = batch["labels"]
         loss = model(**{key: value.to(process.device) for key, value in batch.items()})["loss_sum"]
-        sums += torch.stack([loss.cpu().double(), sizes[labels[labels != IGNORE]].sum().double()])
-    nats, size = reduce(sums.to(process.device), "sum").tolist()
-    return nats / size / math.log(2)
+        sums += torch.stack([loss.cpu().double(), bytes_of_token[labels[labels != IGNORE]].sum().double()])
+    nats, byte_count = reduce(sums.to(process.device), "sum").tolist()
+    return nats / byte_count / math.log(2)
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerFast) -> Tensor:
     """int64 [V]: the number of bytes of text per token, 0 for special tokens."""
-    sizes = torch.zeros(len(tokenizer), dtype=torch.long)
+    byte_counts = torch.zeros(len(tokenizer), dtype=torch.long)
     for token, index in tokenizer.get_vocab().items():
         if index not in tokenizer.all_special_ids:
-            sizes[index] = len(token)  # byte-level BPE writes each byte as one character
-    return sizes
+            byte_counts[index] = len(token)  # byte-level BPE writes each byte as one character
+    return byte_counts
 
 
 def save_target(

@@ -100,8 +100,8 @@ def _write_arrays(
     return {name: _map_array(folder / name, kind) for name, kind in types.items()}
 
 
-def _map_array(file: Path, kind: np.dtype) -> np.ndarray:
-    return np.asarray(np.memmap(file, kind, "r")) if file.stat().st_size else np.empty(0, kind)
+def _map_array(file: Path, dtype: np.dtype) -> np.ndarray:
+    return np.asarray(np.memmap(file, dtype, "r")) if file.stat().st_size else np.empty(0, dtype)
 
 
 def count_runs(shards: Shards, order: int, vocabulary: int, memory: int, folder: Path) -> Runs:
@@ -114,9 +114,9 @@ def count_runs(shards: Shards, order: int, vocabulary: int, memory: int, folder:
     edges = np.arange(1, 2**partition_bits, dtype=np.uint64) << np.uint64(key_bits - partition_bits)  # between them
     bounds, written = [np.empty((0, 2**partition_bits + 1), np.int64)], 0
 
-    def count_blocks(stage: Stage) -> Iterator[dict[str, np.ndarray]]:
+    def count_blocks(progress: Stage) -> Iterator[dict[str, np.ndarray]]:
         nonlocal written
-        for keys, tokens in _read_blocks(shards, order, bits, narrow, capacity, stage):
+        for keys, tokens in _read_blocks(shards, order, bits, narrow, capacity, progress):
             grams = _aggregate(keys, tokens, bits, narrow)
             bounds.append(written + np.r_[0, np.searchsorted(grams.keys, edges), len(grams.keys)][None])
             written += len(grams.keys)
@@ -126,13 +126,13 @@ def count_runs(shards: Shards, order: int, vocabulary: int, memory: int, folder:
 
     u4, u8 = np.dtype(np.uint32), np.dtype(np.uint64)
     types: dict[str, np.dtype] = {"keys": u8, "tokens": u4, "counts": u4}
-    with Stage(f"counting order {order}", shards.tokens, "tokens") as stage:
-        stored = Grams(**_write_arrays(folder, types, count_blocks(stage)))
+    with Stage(f"counting order {order}", shards.tokens, "tokens") as progress:
+        stored = Grams(**_write_arrays(folder, types, count_blocks(progress)))
     return Runs(stored, np.concatenate(bounds), bits if narrow else 0)
 
 
 def _read_blocks(
-    shards: Shards, order: int, bits: int, narrow: bool, capacity: int, stage: Stage
+    shards: Shards, order: int, bits: int, narrow: bool, capacity: int, progress: Stage
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """All n-grams in blocks of at most `capacity`: keys uint64 [n] of their contexts, and their last tokens uint32 [n].
 
@@ -143,7 +143,7 @@ def _read_blocks(
     filled, tail = 0, np.empty(0, shards.dtype)
     for path, continued in zip(shards.paths, shards.continued, strict=True):
         ids, lengths = read_token_shard(path)
-        stage.advance(len(ids))
+        progress.advance(len(ids))
         if continued:  # prepend the tokens that its first n-grams begin with
             ids = np.concatenate([tail, ids])
             lengths = np.r_[lengths[:1] + len(tail), lengths[1:]]
@@ -160,16 +160,16 @@ def _read_blocks(
 
 
 def _split_documents(
-    ids: np.ndarray, lengths: np.ndarray, order: int, most: int
+    ids: np.ndarray, lengths: np.ndarray, order: int, max_grams: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Documents, as ids [n] and lengths int64, in parts of at most `most` n-grams; every n-gram is in exactly one part.
+    """Documents, as ids [n] and lengths int64, in parts of at most `max_grams` n-grams; each n-gram is in one part.
 
     The later part of a split document starts with the order − 1 tokens before the split.
     """
     ends = np.cumsum(lengths, dtype=np.int64)
     begins = ends - lengths
-    for cut in range(0, len(ids), most):
-        start, stop = max(0, cut - order + 1), min(cut + most, len(ids))
+    for cut in range(0, len(ids), max_grams):
+        start, stop = max(0, cut - order + 1), min(cut + max_grams, len(ids))
         first, last = np.searchsorted(ends, start, "right"), np.searchsorted(begins, stop, "left")
         yield ids[start:stop], np.minimum(ends[first:last], stop) - np.maximum(begins[first:last], start)
 
@@ -205,15 +205,15 @@ def _aggregate(keys: np.ndarray, tokens: np.ndarray, bits: int, narrow: bool) ->
     """
     if narrow:
         keys.sort()
-        size, counts = _run_lengths(keys)
-        distinct = keys[:size]
+        distinct_count, counts = _run_lengths(keys)
+        distinct = keys[:distinct_count]
         return Grams(distinct >> np.uint64(bits), _low_tokens(distinct, bits), counts)
-    contexts, ranks = np.unique(keys, return_inverse=True)
-    pairs = (ranks.astype(np.uint64) << np.uint64(bits)) | tokens
-    del ranks
-    pairs.sort()
-    size, counts = _run_lengths(pairs)
-    distinct = pairs[:size]
+    contexts, key_ranks = np.unique(keys, return_inverse=True)
+    packed_grams = (key_ranks.astype(np.uint64) << np.uint64(bits)) | tokens
+    del key_ranks
+    packed_grams.sort()
+    distinct_count, counts = _run_lengths(packed_grams)
+    distinct = packed_grams[:distinct_count]
     return Grams(contexts[distinct >> np.uint64(bits)], _low_tokens(distinct, bits), counts)
 
 
@@ -225,25 +225,25 @@ def _low_tokens(values: np.ndarray, bits: int) -> np.ndarray:
 @compile_function
 def _run_lengths(values: np.ndarray) -> tuple[int, np.ndarray]:
     """Move the distinct values of a sorted array to its front; (their number, uint32 counts)."""
-    size = 0
+    distinct_count = 0
     for i in range(len(values)):
         if i == 0 or values[i] != values[i - 1]:
-            size += 1
-    counts = np.zeros(size, np.uint32)
-    last = -1
+            distinct_count += 1
+    counts = np.zeros(distinct_count, np.uint32)
+    run = -1
     for i in range(len(values)):
-        if last < 0 or values[i] != values[last]:
-            last += 1
-            values[last] = values[i]
-        counts[last] += np.uint32(1)
-    return size, counts
+        if run < 0 or values[i] != values[run]:
+            run += 1
+            values[run] = values[i]
+        counts[run] += np.uint32(1)
+    return distinct_count, counts
 
 
 def _merge_runs(runs: Runs, memory: int, title: str) -> Iterator[Grams]:
     """The sum of all runs, one range of keys after another."""
-    sizes = np.diff(runs.bounds, axis=1).sum(axis=0)
-    with Stage(title, int(sizes.sum()), "n-grams") as stage:
-        for begin, end in group_partitions(sizes, min(memory // _MERGE_BYTES, _LARGEST_RANGE)):
+    partition_sizes = np.diff(runs.bounds, axis=1).sum(axis=0)
+    with Stage(title, int(partition_sizes.sum()), "n-grams") as progress:
+        for begin, end in group_partitions(partition_sizes, min(memory // _MERGE_BYTES, _LARGEST_RANGE)):
             slices = ([np.array(array[row[begin] : row[end]]) for array in runs.grams] for row in runs.bounds)
             bits = runs.packed_bits
             parts = [
@@ -252,15 +252,15 @@ def _merge_runs(runs: Runs, memory: int, title: str) -> Iterator[Grams]:
             ]
             if parts:  # else no document is long enough for an n-gram
                 yield merge_all(parts)
-            stage.advance(int(sizes[begin:end].sum()))
+            progress.advance(int(partition_sizes[begin:end].sum()))
 
 
-def group_partitions(rows: np.ndarray, most: int) -> Iterator[tuple[int, int]]:
-    """Groups of adjacent partitions, of `rows` rows each, with at most `most` rows per group or one partition."""
-    begin, ends = 0, np.cumsum(rows)
-    while begin < len(rows):
-        before = ends[begin - 1] if begin else 0
-        end = max(begin + 1, int(np.searchsorted(ends, before + most, "right")))
+def group_partitions(sizes: np.ndarray, max_rows: int) -> Iterator[tuple[int, int]]:
+    """Groups of adjacent partitions, of `sizes` rows each, with at most `max_rows` rows per group or one partition."""
+    begin, ends = 0, np.cumsum(sizes)
+    while begin < len(sizes):
+        rows_before = ends[begin - 1] if begin else 0
+        end = max(begin + 1, int(np.searchsorted(ends, rows_before + max_rows, "right")))
         yield begin, end
         begin = end
 
@@ -272,21 +272,21 @@ def merge_tables(
 
     A single table keeps its facts. With several, one suffix array is sorted over all corpora, in memory.
     """
-    first, levels = tables[0], {}
-    for order in sorted(first.levels):
+    first_table, levels = tables[0], {}
+    for order in sorted(first_table.levels):
         parts = merge_level(
-            [table.levels[order] for table in tables], first.vocabulary, min_count, max_successors, memory
+            [table.levels[order] for table in tables], first_table.vocabulary, min_count, max_successors, memory
         )
-        levels[order] = write_level(parts, order, first.vocabulary, folder / str(order))
-    suffixes = first.suffixes
+        levels[order] = write_level(parts, order, first_table.vocabulary, folder / str(order))
+    suffixes = first_table.suffixes
     if suffixes is not None and len(tables) > 1:
         tokens = [table.suffixes.tokens for table in tables if table.suffixes is not None]
-        suffixes = sort_suffixes(np.concatenate(tokens), first.vocabulary)
-    facts = first.facts
+        suffixes = sort_suffixes(np.concatenate(tokens), first_table.vocabulary)
+    facts = first_table.facts
     if len(tables) > 1:
         facts = {key: sum(table.facts[key] for table in tables) for key in ("tokens", "documents")}
         facts["merged"] = [table.facts for table in tables]
-    return replace(first, levels=levels, facts=facts, suffixes=suffixes)
+    return replace(first_table, levels=levels, facts=facts, suffixes=suffixes)
 
 
 def merge_level(
@@ -301,8 +301,8 @@ def merge_level(
     bits = min(_TABLE_PARTITIONS, levels[0].key_bits)
     edges = np.arange(2**bits, dtype=np.uint64) << np.uint64(levels[0].key_bits - bits)
     cuts = [np.r_[np.searchsorted(level.keys, edges), len(level.keys)] for level in levels]
-    rows = sum(np.diff(level.starts[cut].astype(np.int64)) for level, cut in zip(levels, cuts, strict=True))
-    for begin, end in group_partitions(rows, min(memory // _ROW_BYTES, _LARGEST_RANGE)):
+    partition_rows = sum(np.diff(level.starts[cut].astype(np.int64)) for level, cut in zip(levels, cuts, strict=True))
+    for begin, end in group_partitions(partition_rows, min(memory // _ROW_BYTES, _LARGEST_RANGE)):
         parts = [_slice_level(level, cut[begin], cut[end]) for level, cut in zip(levels, cuts, strict=True)]
         grams = merge_all([part.grams() for part in parts])
         grouped = Grouped(*group_contexts(*grams, min_count, max_successors or vocabulary))
@@ -312,9 +312,9 @@ def merge_level(
 def _slice_level(level: Level, begin: int, end: int) -> Level:
     """Contexts `begin` to `end` of a level, without buckets."""
     starts = level.starts[begin : end + 1].astype(np.int64)
-    inside = slice(starts[0], starts[-1])
+    successors = slice(starts[0], starts[-1])
     arrays = {"keys": level.keys[begin:end], "totals": level.totals[begin:end], "starts": starts - starts[0]}
-    return level._replace(**arrays, tokens=level.tokens[inside], counts=level.counts[inside])
+    return level._replace(**arrays, tokens=level.tokens[successors], counts=level.counts[successors])
 
 
 def _sum_totals(parts: Sequence[Level], keys: np.ndarray) -> np.ndarray:
@@ -334,10 +334,10 @@ def smallest_min_count(table: TrigramTable, megabytes: float) -> int:
     """
 
     def fits(count: int) -> bool:
-        lengths = {order: count_frequent(level.starts, level.counts, count) for order, level in table.levels.items()}
-        return sum(level_bytes(order, table.vocabulary, *pair) for order, pair in lengths.items()) <= megabytes * 10**6
+        sizes = {order: count_frequent(level.starts, level.counts, count) for order, level in table.levels.items()}
+        return sum(level_bytes(order, table.vocabulary, *size) for order, size in sizes.items()) <= megabytes * 10**6
 
-    largest = max(int(level.counts.max(initial=0)) for level in table.levels.values())
-    count = 1 + bisect_left(range(1, largest + 1), True, key=fits)
-    require(count <= largest, "max_mb", megabytes, "room for the most frequent n-grams at least")
+    largest_count = max(int(level.counts.max(initial=0)) for level in table.levels.values())
+    count = 1 + bisect_left(range(1, largest_count + 1), True, key=fits)
+    require(count <= largest_count, "max_mb", megabytes, "room for the most frequent n-grams at least")
     return count

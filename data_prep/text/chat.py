@@ -123,12 +123,12 @@ def around_question(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[
             raise UserError(f"{name} has no BOS token, which begins a text: {remedy}")
         return [tokenizer.bos_token_id], ""
     question: list[Message] = [{"role": "user", "content": MARK}]
-    before, _, after = render_text(question, tokenizer, template, "a question", "template").partition(MARK)
-    if not after.strip():
+    text_before, _, text_after = render_text(question, tokenizer, template, "a question", "template").partition(MARK)
+    if not text_after.strip():
         raise UserError(f"{name}: its chat template does not end a user's turn: {remedy}")
-    ids = ids_within(before.rstrip(" "), tokenizer, None)  # a space belongs to the word after it
+    ids = ids_within(text_before.rstrip(" "), tokenizer, None)  # a space belongs to the word after it
     ids = prepend_bos(ids, tokenizer) if template == "vicuna" else ids
-    return ids, after.strip().partition("\n")[0]
+    return ids, text_after.strip().partition("\n")[0]
 
 
 def ids_within(text: str, tokenizer: PreTrainedTokenizerBase, context: int | None) -> list[int]:
@@ -139,12 +139,12 @@ def ids_within(text: str, tokenizer: PreTrainedTokenizerBase, context: int | Non
     Raises `UserError` for a lone surrogate.
     """
     require_encodable(text, "the prompt or text")
-    size = len(text) if context is None else _CHARS_A_TOKEN * context
+    character_count = len(text) if context is None else _CHARS_A_TOKEN * context
     while True:
-        ids: list[int] = list(tokenize(tokenizer, [text[:size]])["input_ids"][0])
-        if size >= len(text) or (context is not None and len(ids) > 2 * context):
+        ids: list[int] = list(tokenize(tokenizer, [text[:character_count]])["input_ids"][0])
+        if character_count >= len(text) or (context is not None and len(ids) > 2 * context):
             return ids
-        size *= 4
+        character_count *= 4
 
 
 def replace_prefix(rendered: list[int], prefixes: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -200,11 +200,11 @@ def _read_lines(path: Path, most: int, *, in_total: bool = False) -> Iterator[by
             begin = file.peek(4)
             mark = next((mark for mark in _MARKS if begin.startswith(mark)), b"")
             file.read(len(mark))
-            encoding, size = _MARKS.get(mark), 0
+            encoding, bytes_read = _MARKS.get(mark), 0
             lines = io.TextIOWrapper(file, encoding, newline="\n") if encoding else file
             while line := lines.readline(most + 1):
-                size = len(line) + size * in_total
-                if size > most:
+                bytes_read = len(line) + bytes_read * in_total
+                if bytes_read > most:
                     raise UserError(f"{path}: a line, or a text, of more than {most} bytes: expected no more; split it")
                 yield line.encode() if isinstance(line, str) else line
     except (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeError) as error:

@@ -184,12 +184,12 @@ def _answer_ids(
 
     Some tokenizers put a space before every text, so the answer is also tokenised after a character of its own.
     """
-    last, options = prompt[-8:], {"clean_up_tokenization_spaces": False}  # a text may depend on tokens before it
-    expected = str(tokenizer.decode(last, **options)) + answer
+    prompt_end, options = prompt[-8:], {"clean_up_tokenization_spaces": False}  # a text may depend on tokens before it
+    expected_text = str(tokenizer.decode(prompt_end, **options)) + answer
     for lead in ("", "\n", "."):
-        before, ids = tokenize(tokenizer, [lead, lead + answer])["input_ids"] if lead else ([], separate_ids)
-        ids = ids[len(before) :] if ids[: len(before)] == before else []
-        if tokenizer.decode([*last, *ids], **options) == expected:
+        lead_ids, ids = tokenize(tokenizer, [lead, lead + answer])["input_ids"] if lead else ([], separate_ids)
+        ids = ids[len(lead_ids) :] if ids[: len(lead_ids)] == lead_ids else []
+        if tokenizer.decode([*prompt_end, *ids], **options) == expected_text:
             return list(ids)
     return []
 
@@ -336,8 +336,8 @@ def _unread_fields(messages: list[Message], render: Render) -> Iterator[str]:
 # --------------------------------------------------------------------------------------------------- pieces
 
 
-def encode_all(texts: Sequence[str], encode: Encode, most: int = PIECE) -> list[list[int]]:
-    """`encode(texts)` in calls of at most `most` characters, since a tokenizer takes a few hundred bytes for each.
+def encode_all(texts: Sequence[str], encode: Encode, limit: int = PIECE) -> list[list[int]]:
+    """`encode(texts)` in calls of at most `limit` characters, since a tokenizer takes a few hundred bytes for each.
 
     A longer text is cut where tokenising the text around the cut in two parts gives the same tokens as in one. Example:
     "…the cat | sat…" if the two halves give the tokens of "…the cat sat…". Then the whole text has the same tokens,
@@ -345,20 +345,20 @@ def encode_all(texts: Sequence[str], encode: Encode, most: int = PIECE) -> list[
     first. If no cut near the limit is valid (a text without spaces or line ends), the text is cut at the limit, and its
     tokens there may differ.
     """
-    cuts = [(number, start, stop) for number, text in enumerate(texts) for start, stop in spans(text, encode, most)]
+    cuts = [(number, start, stop) for number, text in enumerate(texts) for start, stop in spans(text, encode, limit)]
     parts: list[list[int]] = [[] for _ in texts]
-    for batch in batches(cuts, lambda cut: cut[2] - cut[1], most):
+    for batch in batches(cuts, lambda cut: cut[2] - cut[1], limit):
         encoded = encode([texts[number][start:stop] for number, start, stop in batch])
         for (number, _, _), ids in zip(batch, encoded, strict=True):
             parts[number] += ids
     return parts
 
 
-def spans(text: str, encode: Encode, most: int = PIECE) -> list[tuple[int, int]]:
-    """(begin, end) of the pieces of `text`, each of at most `most` characters; a short text is one piece."""
+def spans(text: str, encode: Encode, limit: int = PIECE) -> list[tuple[int, int]]:
+    """(begin, end) of the pieces of `text`, each of at most `limit` characters; a short text is one piece."""
     pieces, start = [], 0
-    while len(text) - start > most:
-        stop, after = _find_cut(text, start, encode, most)
+    while len(text) - start > limit:
+        stop, after = _find_cut(text, start, encode, limit)
         pieces.append((start, stop))
         start = after
     return [*pieces, (start, len(text))]
@@ -367,9 +367,9 @@ def spans(text: str, encode: Encode, most: int = PIECE) -> list[tuple[int, int]]
 def _find_cut(text: str, start: int, encode: Encode, most: int) -> tuple[int, int]:
     """(end of the piece that begins at `start`, begin of the next piece): a cut in the last quarter of the limit."""
     limit = start + most
-    first = limit - most // 4
+    earliest_cut = limit - most // 4
     for pattern, end, begin in _CUTS:
-        cuts = [first + match.start() for match in pattern.finditer(text[first:limit])]
+        cuts = [earliest_cut + match.start() for match in pattern.finditer(text[earliest_cut:limit])]
         for cut in reversed(cuts[-_MOST_CUTS:]):
             if _keeps_tokens(text, start, cut + end, cut + begin, encode):
                 return cut + end, cut + begin
@@ -384,13 +384,13 @@ def _keeps_tokens(text: str, start: int, stop: int, after: int, encode: Encode) 
 
 
 def batches(
-    items: Iterable[Item], size_of: Callable[[Item], int], most: int, count: int | None = None
+    items: Iterable[Item], size_of: Callable[[Item], int], max_size: int, max_items: int | None = None
 ) -> Iterator[list[Item]]:
-    """Lists of up to `count` consecutive items with total size at most `most`; a larger item is a list by itself."""
+    """Lists of up to `max_items` items in order, of total size up to `max_size`; a larger item is a list by itself."""
     batch, size = list[Item](), 0
     for item in items:
         item_size = size_of(item)
-        if batch and (size + item_size > most or len(batch) == count):
+        if batch and (size + item_size > max_size or len(batch) == max_items):
             yield batch
             batch, size = [], 0
         batch.append(item)

@@ -69,19 +69,19 @@ def to_prompt(raw: object, where: str, number: int, counts: Counts | None = None
     raw, counts = {key: raw[key] for key in raw if raw[key] is not None}, Counts() if counts is None else counts
     identity = require_encodable(str(next((raw[key] for key in _IDS if key in raw), number)), where)
     category = require_encodable(str(raw.get("category") or ""), where)
-    column, kind, turns = _column_of(raw, where)
-    if kind in ("code", "text"):
+    column, column_kind, turns = _column_of(raw, where)
+    if column_kind in ("code", "text"):
         counts.note(unread_columns(raw, {column, *_ANSWERS}, ()), where)
         if beside := [name for name in (*messages.SYSTEM, "history", "tools") if not messages.is_empty(raw.get(name))]:
             why = f"{beside[0]!r} stands beside a text to continue; call the column 'question' if it is one"
             raise SkipRecordError("malformed", why)
-        return Prompt(identity, category or kind, turns, False)
+        return Prompt(identity, category or column_kind, turns, False)
     if turns:
         talk = messages.to_messages(raw, messages.turns_of(turns[:1]))
-        read = {column, *(("input", "context") if column == "instruction" else ()), "history", "tools"}
-        counts.note(unread_columns(raw, {*read, *_ANSWERS, *messages.SYSTEM}, turns), where)
+        read_columns = {column, *(("input", "context") if column == "instruction" else ()), "history", "tools"}
+        counts.note(unread_columns(raw, {*read_columns, *_ANSWERS, *messages.SYSTEM}, turns), where)
     else:
-        record = records.to_record(raw, FileLayout(kind, column), where, counts)
+        record = records.to_record(raw, FileLayout(column_kind, column), where, counts)
         assert "messages" in record
         talk = record["messages"]
     if messages.uses_tools(talk):
@@ -92,8 +92,8 @@ def to_prompt(raw: object, where: str, number: int, counts: Counts | None = None
     fields = {key for message in [*system, *questions] for key in message} - {"role", "content", *messages.ABOUT}
     counts.note([f"field {key!r} of a turn" for key in sorted(fields)], where)
     texts = [message["content"] for message in questions]
-    first = "".join(message["content"] for message in system)
-    return Prompt(identity, category or (kind if turns else "chat"), (*texts, *turns[1:]), True, first)
+    system_text = "".join(message["content"] for message in system)
+    return Prompt(identity, category or (column_kind if turns else "chat"), (*texts, *turns[1:]), True, system_text)
 
 
 def _column_of(raw: Raw, where: str) -> tuple[str, str, tuple[str, ...]]:

@@ -49,8 +49,8 @@ AS_DECLARED = ReadingChanges()
 class StoredHead:
     """A head on disk, checked but not loaded: its dialect, its reading, and its tensors' locations.
 
-    config: its config.json. reading: the one that its config declares, with overrides applied. stored: this toolkit's
-    name of each tensor → its name in the files.
+    config: its config.json. reading: the one that its config declares, with overrides applied. stored_names: this
+    toolkit's name of each tensor → its name in the files.
     """
 
     source: str
@@ -58,12 +58,12 @@ class StoredHead:
     config: Mapping[str, object]
     reading: Reading
     files: TensorFiles
-    stored: Mapping[str, str]
+    stored_names: Mapping[str, str]
 
     def tensors(self, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """All tensors by their names here, in `dtype` unless they are integers. Raises `UserError`."""
-        read = self.files.read(self.stored.values(), dtype, device=device)
-        return {name: read[stored] for name, stored in self.stored.items()}
+        read = self.files.read(self.stored_names.values(), dtype, device=device)
+        return {name: read[stored_names] for name, stored_names in self.stored_names.items()}
 
     def load(self, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Eagle3:
         """The head, frozen (see `make_head`). A missing embedding or head is set later, from the target."""
@@ -87,13 +87,13 @@ def open_head(source: str, target: PreTrainedConfig, changes: ReadingChanges = A
     config = read_mapping(file, "description of a head", "fetch it again")
     files = open_tensors(source)
     dialect = dialect_of(config, files.file_of, source)
-    stored = {local_name(name): name for name in files.file_of}
-    if len(stored) < len(files.file_of):
-        twice = sorted(set(files.file_of) - set(stored.values()))
+    stored_names = {local_name(name): name for name in files.file_of}
+    if len(stored_names) < len(files.file_of):
+        twice = sorted(set(files.file_of) - set(stored_names.values()))
         raise UserError(f"eagle3={source}: tensors stored twice, under two names: {list_words(twice)}; fetch it again")
     tensors = dict(files.open_stored(files.file_of))
     require_weights(f"eagle3={source}", tensors)  # without a config: transformers does not load the head
-    shapes = {name: tuple(tensors[stored_name].shape) for name, stored_name in stored.items()}
+    shapes = {name: tuple(tensors[stored_name].shape) for name, stored_name in stored_names.items()}
     try:
         declared = read_config(config, shapes, target.num_hidden_layers, source)
     except UserError:
@@ -108,7 +108,7 @@ def open_head(source: str, target: PreTrainedConfig, changes: ReadingChanges = A
         if reading == declared:
             raise
         _require_shapes(reading, shapes, dialect, source)  # the config is wrong, and the overrides fit
-    return StoredHead(source, dialect, config, reading, files, stored)
+    return StoredHead(source, dialect, config, reading, files, stored_names)
 
 
 def stored_tokens(source: str, changes: ReadingChanges = AS_DECLARED) -> list[int] | None:
@@ -117,8 +117,8 @@ def stored_tokens(source: str, changes: ReadingChanges = AS_DECLARED) -> list[in
     changes: as in `open_head`. Raises `UserError` if it cannot be read.
     """
     files = open_tensors(source)
-    stored = {local_name(name): name for name in files.file_of}
-    maps = {name: files.read([stored[name]])[stored[name]] for name in (D2T, T2D) if name in stored}
+    stored_names = {local_name(name): name for name in files.file_of}
+    maps = {name: files.read([stored_names[name]])[stored_names[name]] for name in (D2T, T2D) if name in stored_names}
     if D2T not in maps or (T2D in maps and len(maps[T2D]) == len(maps[D2T])):
         return None
     d2t = maps[D2T].long()
@@ -251,14 +251,14 @@ def save_head(
     False for another trainer's head, whose reading may be wrong. Raises `UserError` naming fields that `dialect` lacks.
     """
     require_expressible(head.reading, head_shapes(head.reading), dialect, target)
-    stored = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
-    ids = stored.pop(DRAFT_TOKENS, None)
+    written_tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
+    ids = written_tensors.pop(DRAFT_TOKENS, None)
     if ids is not None or dialect == "specforge":  # which requires d2t and t2d
         indices = torch.arange(head.reading.draft_vocabulary)
         ids = indices if ids is None else ids
-        stored[D2T] = ids - indices
-        stored[T2D] = torch.zeros(head.reading.vocabulary, dtype=torch.bool).index_fill_(0, ids, True)
-    tensors = {dialect_name(name, dialect): tensor for name, tensor in stored.items()}
+        written_tensors[D2T] = ids - indices
+        written_tensors[T2D] = torch.zeros(head.reading.vocabulary, dtype=torch.bool).index_fill_(0, ids, True)
+    tensors = {dialect_name(name, dialect): tensor for name, tensor in written_tensors.items()}
     config = config_in_dialect(head.reading, dialect, target, target_name, drafted)
     config["dtype"] = config["torch_dtype"] = str(head.dtype).removeprefix("torch.")
     if made_here:
@@ -313,10 +313,10 @@ def describe_use(dialect: ExportDialect) -> str:
         return f"{what}\n\n{describe_serving(4, 'llama_cpp', head=True)}"
     refusal = "SGLang: not in this dialect; `outrider export engine=sglang` writes another."
     sglang = describe_serving(4, "sglang", head=True) if dialect == "specforge" else refusal
-    return "\n\n".join([what, _OUTRIDER, describe_serving(4, "vllm", head=True), sglang])
+    return "\n\n".join([what, _OUTRIDER_USAGE, describe_serving(4, "vllm", head=True), sglang])
 
 
-_OUTRIDER = """Outrider:
+_OUTRIDER_USAGE = """Outrider:
 
 ```
 evaluate-checkpoint target={target:option} eagle3={path:option}

@@ -74,31 +74,31 @@ _READER_DEFAULTS: dict[str, object] = {  # the value that a reader assumes for a
 }
 
 
-def local_name(stored: str) -> str:
-    """The name here of a tensor with the name `stored` in the file."""
-    name = stored.removeprefix(BASE)
+def local_name(stored_name: str) -> str:
+    """The name here of a tensor with the name `stored_name` in the file."""
+    name = stored_name.removeprefix(BASE)
     name = _FORMER_NAMES.get(name, name)
     return FIRST_LAYER + name.removeprefix(MIDLAYER) if name.startswith(MIDLAYER) else name
 
 
-def is_head(stored: Collection[str]) -> bool:
+def is_head(stored_names: Collection[str]) -> bool:
     """Whether tensors of these names are an EAGLE-3 head's: they have a norm that no other model has."""
-    return FIRST_LAYER + "hidden_norm.weight" in set(map(local_name, stored))
+    return FIRST_LAYER + "hidden_norm.weight" in set(map(local_name, stored_names))
 
 
-def dialect_of(config: Mapping[str, Any], stored: Collection[str], source: str) -> Dialect:
+def dialect_of(config: Mapping[str, Any], stored_names: Collection[str], source: str) -> Dialect:
     """The dialect of the head in `source`, by its config and its tensors' names. Raises `UserError`."""
     kind = config.get("speculators_model_type")
     if kind not in (None, "eagle3"):
         raise UserError(f"eagle3={source}: speculators_model_type={kind!r}: expected 'eagle3'; it is another drafter")
-    if not is_head(stored):
+    if not is_head(stored_names):
         raise UserError(
             f"eagle3={source}: no tensor {MIDLAYER}hidden_norm.weight or {FIRST_LAYER}hidden_norm.weight there, which "
             "every EAGLE-3 head has; give the directory of such a head"
         )
     if kind is not None:
         return "speculators"
-    if any(name.removeprefix(BASE).startswith(MIDLAYER) for name in stored):
+    if any(name.removeprefix(BASE).startswith(MIDLAYER) for name in stored_names):
         return "specforge" if "eagle_config" in config or "Eagle3" in str(config.get("architectures")) else "eagle"
     return "modelopt"
 
@@ -123,12 +123,12 @@ def _read_declared(config: Mapping[str, Any], shapes: Shapes, taps: tuple[int, .
     for name, (expected, what) in _FIXED_SWITCHES.items():
         if (setting := _read_switch(config, name, expected)) != expected:
             raise UserError(f"{name}={setting!r}: {what}; expected {expected!r}")
-    parts = [name.split(".")[1] for name in shapes if name.startswith("layers.")]
-    layers = max((int(part) for part in parts if part.isdigit()), default=0) + 1
-    described = config if "speculators_model_type" not in config else config.get("transformer_layer_config")
-    layer = layer_config(described, layers)
-    rows = shapes.get("lm_head.weight", (layer.vocab_size,))[0]
-    kinds = getattr(layer, "layer_types", None) or ["full_attention"] * layers
+    layer_numbers = [name.split(".")[1] for name in shapes if name.startswith("layers.")]
+    layers = max((int(part) for part in layer_numbers if part.isdigit()), default=0) + 1
+    layer_fields = config if "speculators_model_type" not in config else config.get("transformer_layer_config")
+    layer = layer_config(layer_fields, layers)
+    head_rows = shapes.get("lm_head.weight", (layer.vocab_size,))[0]
+    layer_types = getattr(layer, "layer_types", None) or ["full_attention"] * layers
     switches: dict[str, Any] = {
         name: _read_switch(config, word, default in shapes if isinstance(default, str) else default)
         for name, (word, default) in _SWITCHES.items()
@@ -139,9 +139,9 @@ def _read_declared(config: Mapping[str, Any], shapes: Shapes, taps: tuple[int, .
         **switches,
         taps=taps,
         target_hidden=config.get("target_hidden_size") or layer.hidden_size,
-        draft_vocabulary=config.get("draft_vocab_size") or config.get("truncated_vocab_size") or rows,
+        draft_vocabulary=config.get("draft_vocab_size") or config.get("truncated_vocab_size") or head_rows,
         rope=dict(layer.rope_parameters),
-        windows=tuple(layer.sliding_window if kind == "sliding_attention" else None for kind in kinds),
+        windows=tuple(layer.sliding_window if kind == "sliding_attention" else None for kind in layer_types),
         fc_bias="fc.bias" in shapes,
         head_norms=layer.model_type == "qwen3",
         own_embedding="embed_tokens.weight" in shapes,
@@ -165,22 +165,22 @@ def _read_switch(config: Mapping[str, Any], name: str, default: object) -> Any:
 
 def _eagle_config(config: Mapping[str, object]) -> Mapping[str, object]:
     """The config's `eagle_config`; empty without one. Raises `UserError` if it is no mapping."""
-    inner = config.get("eagle_config") or {}
-    if not isinstance(inner, dict):
-        raise UserError(f"eagle_config={inner!r}: expected a mapping")
-    return inner
+    eagle_config = config.get("eagle_config") or {}
+    if not isinstance(eagle_config, dict):
+        raise UserError(f"eagle_config={eagle_config!r}: expected a mapping")
+    return eagle_config
 
 
-def layer_config(described: object, layers: int) -> PreTrainedConfig:
+def layer_config(layer_fields: object, layers: int) -> PreTrainedConfig:
     """transformers' config of a model of such layers, with its defaults: trainers omit values equal to defaults."""
-    if not isinstance(described, dict):
-        raise UserError(f"transformer_layer_config={described!r}: expected a mapping")
-    kind = described.get("model_type", "llama")
-    if kind not in _LAYERS:
-        raise UserError(f"model_type={kind!r}: a head has layers of one of {', '.join(_LAYERS)}")
-    fields = {key: described[key] for key in (*_LAYER_FIELDS, *_FURTHER_KEYS) if described.get(key) is not None}
+    if not isinstance(layer_fields, dict):
+        raise UserError(f"transformer_layer_config={layer_fields!r}: expected a mapping")
+    model_type = layer_fields.get("model_type", "llama")
+    if model_type not in _LAYERS:
+        raise UserError(f"model_type={model_type!r}: a head has layers of one of {', '.join(_LAYERS)}")
+    fields = {key: layer_fields[key] for key in (*_LAYER_FIELDS, *_FURTHER_KEYS) if layer_fields.get(key) is not None}
     try:
-        return _LAYERS[kind](**fields | {"num_hidden_layers": layers})
+        return _LAYERS[model_type](**fields | {"num_hidden_layers": layers})
     except Exception as error:  # any error of the class for unexpected values
         raise UserError(f"describes no layer ({reason(error)})") from None
 
@@ -250,11 +250,11 @@ def config_in_dialect(
         config["target_hidden_size"] = reading.target_hidden
     layer = _layer_fields(reading, target)
     if dialect != "speculators":
-        inner = {"use_aux_hidden_state": True, AUX_LAYERS_KEY: [boundary - 1 for boundary in reading.taps]}
-        return {"architectures": ["LlamaForCausalLMEagle3"], **config, **layer, "eagle_config": inner}
+        eagle_config = {"use_aux_hidden_state": True, AUX_LAYERS_KEY: [boundary - 1 for boundary in reading.taps]}
+        return {"architectures": ["LlamaForCausalLMEagle3"], **config, **layer, "eagle_config": eagle_config}
     if sizes := set(filter(None, reading.windows)):
-        kinds = ["full_attention" if window is None else "sliding_attention" for window in reading.windows]
-        layer |= {"use_sliding_window": True, "sliding_window": max(sizes), "layer_types": kinds}
+        layer_types = ["full_attention" if window is None else "sliding_attention" for window in reading.windows]
+        layer |= {"use_sliding_window": True, "sliding_window": max(sizes), "layer_types": layer_types}
     return config | {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",

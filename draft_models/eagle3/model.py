@@ -74,8 +74,8 @@ class Steps:
             return grouped_attention(module, query, *entry, mask, scaling=scaling)[0]
         key, value = (x.transpose(1, 2)[..., None, :] for x in entry)  # [B, N, Hk, 1, D]
         if self.step > 1:
-            before = map(self._pick_positions, self._later_entries[layer, self.step - 1])
-            key, value = (torch.cat(pair, 3) for pair in zip(before, (key, value), strict=True))
+            earlier = map(self._pick_positions, self._later_entries[layer, self.step - 1])
+            key, value = (torch.cat(pair, 3) for pair in zip(earlier, (key, value), strict=True))
         self._later_entries[layer, self.step] = key, value
         return attend_jointly(module, query, self._first_entries[layer], (key, value), mask, scaling)
 
@@ -88,20 +88,20 @@ class Steps:
 
 
 def attend_jointly(
-    module: nn.Module, query: Tensor, first: KeysValues, local: KeysValues, mask: Band, scaling: float
+    module: nn.Module, query: Tensor, joint: KeysValues, local: KeysValues, mask: Band, scaling: float
 ) -> Tensor:
-    """One softmax over the entries `first`, by `mask`, and the entries `local` of the query's position: [B, N, H, D].
+    """One softmax over the `joint` entries, by `mask`, and the entries `local` of the query's position: [B, N, H, D].
 
     query [B, H, N, D]; local: keys and values [B, N, Hk, steps, D]. The local entries of a position act as one
     additional key. The additional key's score is the logsumexp of the local scores, and its value is the mean of the
-    local values, weighted by the softmax of the local scores. So the score matrix is hardly larger than for `first`.
+    local values, weighted by the softmax of the local scores. So the score matrix is hardly larger than for `joint`.
     """
     exact = torch.promote_types(query.dtype, torch.float32)  # float32 or better
     with torch.autocast(query.device.type, enabled=False):
-        grouped = query.transpose(1, 2).unflatten(2, (first[0].shape[1], -1)).to(exact)
+        grouped = query.transpose(1, 2).unflatten(2, (joint[0].shape[1], -1)).to(exact)
         scores = grouped @ local[0].to(exact).mT * scaling  # [B, N, Hk, H / Hk, steps]
         mean = (scores.softmax(-1) @ local[1].to(exact)).flatten(2, 3)
-    wide = _add_key(query, *first, scores.logsumexp(-1).flatten(2).transpose(1, 2) / scaling)
+    wide = _add_key(query, *joint, scores.logsumexp(-1).flatten(2).transpose(1, 2) / scaling)
     out, _ = grouped_attention(module, *wide, replace(mask, front=1), scaling=scaling)
     attended, weight = out[..., :-EXTRA], out[..., -EXTRA, None]  # [B, N, H, D], [B, N, H, 1]
     return attended + weight * mean.to(out.dtype)
@@ -134,18 +134,18 @@ HeadCache = LayerCache | Steps | None
 class HeadAttention(nn.Module):
     """Attention of a layer of the head. `layer_idx` is its index in the head's own cache."""
 
-    def __init__(self, reading: Reading, width: int, layer_idx: int):
-        """width: of its input; the first layer's input is twice as wide as its output."""
+    def __init__(self, reading: Reading, input_width: int, layer_idx: int):
+        """input_width: of its input; the first layer's input is twice as wide as its output."""
         super().__init__()
         self.layer_idx = layer_idx
         self.head_dim = reading.head_dim
         self.rotary_dim = reading.rotary_dim
-        queries, keys = reading.heads * reading.head_dim, reading.key_heads * reading.head_dim
+        query_width, key_width = reading.heads * reading.head_dim, reading.key_heads * reading.head_dim
         bias = reading.attention_bias
-        self.q_proj = nn.Linear(width, queries, bias=bias)
-        self.k_proj = nn.Linear(width, keys, bias=bias)
-        self.v_proj = nn.Linear(width, keys, bias=bias)
-        self.o_proj = nn.Linear(queries, reading.hidden, bias=bias)
+        self.q_proj = nn.Linear(input_width, query_width, bias=bias)
+        self.k_proj = nn.Linear(input_width, key_width, bias=bias)
+        self.v_proj = nn.Linear(input_width, key_width, bias=bias)
+        self.o_proj = nn.Linear(query_width, reading.hidden, bias=bias)
         self.q_norm = LlamaRMSNorm(reading.head_dim, reading.epsilon) if reading.head_norms else nn.Identity()
         self.k_norm = LlamaRMSNorm(reading.head_dim, reading.epsilon) if reading.head_norms else nn.Identity()
 
@@ -187,8 +187,8 @@ class HeadLayer(GradientCheckpointingLayer):
 
     def __init__(self, reading: Reading, layer_idx: int):
         super().__init__()
-        first = layer_idx == 0
-        self.self_attn = HeadAttention(reading, reading.hidden * (2 if first else 1), layer_idx)
+        is_first_layer = layer_idx == 0
+        self.self_attn = HeadAttention(reading, reading.hidden * (2 if is_first_layer else 1), layer_idx)
         self.mlp = LlamaMLP(
             LlamaConfig(
                 hidden_size=reading.hidden,
@@ -199,9 +199,9 @@ class HeadLayer(GradientCheckpointingLayer):
             )
         )
         self.norm_before_residual = reading.norm_before_residual
-        normed = reading.embedding_norm or not first
+        normed = reading.embedding_norm or not is_first_layer
         self.input_layernorm = LlamaRMSNorm(reading.hidden, reading.epsilon) if normed else nn.Identity()
-        self.hidden_norm = LlamaRMSNorm(reading.hidden, reading.epsilon) if first else None
+        self.hidden_norm = LlamaRMSNorm(reading.hidden, reading.epsilon) if is_first_layer else None
         self.post_attention_layernorm = LlamaRMSNorm(reading.hidden, reading.epsilon)
 
     def forward(self, embedding: Tensor, hidden: Tensor, mask: Mask, rotary: Rotary, cache: HeadCache) -> Tensor:

@@ -174,11 +174,11 @@ def from_pretrained(
         name: (f"torch.{meta.dtype}" if tensor.is_floating_point() else str(tensor.dtype), *tensor.shape)
         for name, tensor in drafter.state_dict().items()
     }
-    stored = {name: (str(tensor.dtype), *tensor.shape) for name, tensor in weights.items()}
-    if differing := sorted(name for name in {*expected, *stored} if expected.get(name) != stored.get(name)):
+    in_file = {name: (str(tensor.dtype), *tensor.shape) for name, tensor in weights.items()}
+    if differing := sorted(name for name in {*expected, *in_file} if expected.get(name) != in_file.get(name)):
         raise UserError(
             f"checkpoint={path}: tensors do not fit the target, first {differing[0]!r}: "
-            f"stored {stored.get(differing[0])}, expected {expected.get(differing[0])}"
+            f"stored {in_file.get(differing[0])}, expected {expected.get(differing[0])}"
         )
     drafter.load_state_dict({name: move_tensor(tensor, device, dtype) for name, tensor in weights.items()}, assign=True)
     return drafter.requires_grad_(False).eval()

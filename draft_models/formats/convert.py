@@ -249,17 +249,17 @@ def _write_weights(
     plan = split_state_dict_into_shards_factory(
         sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=shard_bytes
     )
-    missing = {file: names for file, names in plan.filename_to_tensors.items() if not (folder / file).exists()}
-    names = [name for inner in missing.values() for name in inner]
-    size, free = sum(sizes[name] for name in names), shutil.disk_usage(folder).free
-    if size > free:
-        raise UserError(f"{folder}: {size / 1e9:.1f} GB are to be written, {free / 1e9:.1f} GB are free; {remedy}")
-    with Stage("writing", len(names), "tensors") as stage:
-        for file, inner in missing.items():
+    missing_files = {file: names for file, names in plan.filename_to_tensors.items() if not (folder / file).exists()}
+    names = [name for file_names in missing_files.values() for name in file_names]
+    nbytes, free = sum(sizes[name] for name in names), shutil.disk_usage(folder).free
+    if nbytes > free:
+        raise UserError(f"{folder}: {nbytes / 1e9:.1f} GB are to be written, {free / 1e9:.1f} GB are free; {remedy}")
+    with Stage("writing", len(names), "tensors") as progress:
+        for file, file_names in missing_files.items():
             weights = {}
-            for name in inner:
+            for name in file_names:
                 weights[name] = tensors[name].read().to(_written_dtype(tensors[name], dtype))
-                stage.advance()
+                progress.advance()
             write_atomically(folder / file, save(weights, metadata={"format": "pt"}), remedy)
     if plan.is_sharded:
         write_json(folder / INDEX_FILE, {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename})

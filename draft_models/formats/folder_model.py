@@ -199,12 +199,12 @@ def fp8_scales(config: Path, quant: Path) -> str | None:
     return _TENSOR_SCALE if quantised.get("quant_algo") == "FP8" else None
 
 
-def quantisation_of(config: Path, quant: Path = Path()) -> Mapping[str, object]:
+def quantisation_of(config: Path, quant_file: Path = Path()) -> Mapping[str, object]:
     """The description of a quantisation in config.json, else in ModelOpt's `QUANT_FILE`; empty without one.
 
     Raises `UserError` for a damaged description.
     """
-    for file, key in (config, "quantization_config"), (quant, "quantization"):
+    for file, key in (config, "quantization_config"), (quant_file, "quantization"):
         if not os.path.isfile(file):  # also of a name that no file can have
             continue
         quantised = read_mapping(file, "description of a model", "fetch the model again").get(key) or {}
@@ -228,5 +228,5 @@ def apply_scales(stored: Stored, stored_scales: Stored, block: tuple[int, int] |
         raise UserError(f"{what}: scales of shape {list(scales.shape)}: expected {expected}; fetch the model again")
     if block is None:
         return weight.float() * scales.float()
-    rows = scales.float().repeat_interleave(block[0], 0)[: weight.shape[0]]
-    return weight.float() * rows.repeat_interleave(block[1], 1)[:, : weight.shape[1]]
+    row_scales = scales.float().repeat_interleave(block[0], 0)[: weight.shape[0]]
+    return weight.float() * row_scales.repeat_interleave(block[1], 1)[:, : weight.shape[1]]

@@ -32,7 +32,7 @@ CODES_OF_A_THREAD = 2**16  # codes for which another thread does not pay
 class CodeKind(NamedTuple):
     """How blocks of a kind of quantised weights are stored.
 
-    A weight is scale · (code − offset) − minimum. Scale and minimum belong to the weight's group. A block of one group
+    A weight is scale · (code − code_offset) − minimum. Scale and minimum belong to its group. A block of one group
     has them as float16 factors. A block of several groups has one factor for all scales and one for all minima. A
     group's scale is then an integer of 6 or 8 bits times the first factor, and the group's minimum an integer times the
     second.
@@ -40,19 +40,19 @@ class CodeKind(NamedTuple):
 
     bits: int  # of a code
     group_size: int  # inputs of a group
-    groups: int  # of a block
+    block_groups: int
     has_minimum: bool  # else it is 0
-    offset: int
+    code_offset: int
     block_bytes: int  # in a file
     has_zero_point: bool = False  # the second factor is a zero point z: the minimum is scale · z
 
     @property
     def inputs(self) -> int:
         """The weights of a block."""
-        return self.group_size * self.groups
+        return self.group_size * self.block_groups
 
 
-CODE_KINDS = {  # bits, group_size, groups, has_minimum, offset, block_bytes
+CODE_KINDS = {  # bits, group_size, block_groups, has_minimum, code_offset, block_bytes
     "Q4_0": CodeKind(4, 32, 1, False, 8, 18),
     "Q5_0": CodeKind(5, 32, 1, False, 16, 22),
     "Q8_0": CodeKind(8, 32, 1, False, 128, 34),
@@ -167,27 +167,27 @@ def _float16(low, high):
 
 
 @compile_function
-def _decode_rows(kind_number, kind, blocks, out):
+def _decode_rows(kind_number, code_kind, blocks, out):
     """Decode rows of blocks [rows, blocks, bytes] to out float32 [rows, inputs]."""
     codes = np.zeros(LONGEST, np.uint8)
     scales, minima = np.zeros(MOST_GROUPS, np.uint8), np.zeros(MOST_GROUPS, np.uint8)
-    inputs, offset = kind.group_size * kind.groups, np.float32(kind.offset)
+    block_inputs, code_offset = code_kind.group_size * code_kind.block_groups, np.float32(code_kind.code_offset)
     for row in range(blocks.shape[0]):
-        for number in range(blocks.shape[1]):
-            block = blocks[row, number]
-            first, second = unpack(kind_number, block, codes, scales, minima)
-            scale_factor = _float16(block[first], block[first + 1])
-            minimum_factor = _float16(block[second], block[second + 1]) if second >= 0 else np.float32(0.0)
-            for group in range(kind.groups):
+        for block_number in range(blocks.shape[1]):
+            block = blocks[row, block_number]
+            scale_at, minimum_at = unpack(kind_number, block, codes, scales, minima)
+            scale_factor = _float16(block[scale_at], block[scale_at + 1])
+            minimum_factor = _float16(block[minimum_at], block[minimum_at + 1]) if minimum_at >= 0 else np.float32(0.0)
+            for group in range(code_kind.block_groups):
                 scale, minimum = scale_factor, minimum_factor
-                if kind.groups > 1:
-                    scale *= np.float32(scales[group] if second >= 0 else np.int8(scales[group]))
+                if code_kind.block_groups > 1:
+                    scale *= np.float32(scales[group] if minimum_at >= 0 else np.int8(scales[group]))
                     minimum *= np.float32(minima[group])
-                if kind.has_zero_point:
+                if code_kind.has_zero_point:
                     minimum *= scale
-                weights = out[row, number * inputs + group * kind.group_size :]
-                for i in range(kind.group_size):
-                    weights[i] = scale * (np.float32(codes[group * kind.group_size + i]) - offset) - minimum
+                weights = out[row, block_number * block_inputs + group * code_kind.group_size :]
+                for i in range(code_kind.group_size):
+                    weights[i] = scale * (np.float32(codes[group * code_kind.group_size + i]) - code_offset) - minimum
 
 
 class CodedRows:
@@ -220,17 +220,17 @@ class CodedRows:
         """Rows begin … end − 1 in float32 [rows, inputs], ggml's bit for bit as the gguf package decodes them."""
         return decode_rows(self.kind_name, self.raw[begin:end])
 
-    def decode_at(self, rows: Tensor) -> Tensor:
+    def decode_at(self, row_numbers: Tensor) -> Tensor:
         """The rows with these numbers, in float32 [rows, inputs]."""
-        return decode_rows(self.kind_name, self.raw[rows])
+        return decode_rows(self.kind_name, self.raw[row_numbers])
 
 
-def decode_rows(name: str, raw: Tensor) -> Tensor:
+def decode_rows(kind_name: str, raw: Tensor) -> Tensor:
     """The weights float32 [rows, in] of stored rows, uint8 [rows, bytes], of the kind with this name.
 
     ggml's have the bits that the gguf package gives them.
     """
-    kind, number = CODE_KINDS[name], KIND_NUMBERS[name]
+    kind, number = CODE_KINDS[kind_name], KIND_NUMBERS[kind_name]
     blocks = raw.view(len(raw), -1, kind.block_bytes)
     weights = torch.empty(len(raw), blocks.shape[1] * kind.inputs)
     stored, out = blocks.numpy(), weights.numpy()
@@ -238,9 +238,9 @@ def decode_rows(name: str, raw: Tensor) -> Tensor:
     return weights
 
 
-def in_threads(work: Callable[[int, int], None], count: int, codes: int) -> None:
+def in_threads(work: Callable[[int, int], None], count: int, codes_per_row: int) -> None:
     """work(begin, end) over parts of range(count), of so many codes each, in up to as many threads as PyTorch uses."""
-    threads = max(1, min(torch.get_num_threads(), count * codes // CODES_OF_A_THREAD))
+    threads = max(1, min(torch.get_num_threads(), count * codes_per_row // CODES_OF_A_THREAD))
     edges = [count * part // threads for part in range(threads + 1)]
     if threads == 1:
         work(0, count)

@@ -133,10 +133,10 @@ def require_family(file: GgufFile) -> str:
 
 def _read_layers(file: GgufFile) -> int:
     """The number of layers. Raises `UserError` for more than the file can hold."""
-    layers, most = _family_count(file, "block_count"), min(MOST_LAYERS, len(file.tensors))
-    if layers > most:  # a config creates lists of this length before its other fields are checked
+    layers, max_layers = _family_count(file, "block_count"), min(MOST_LAYERS, len(file.tensors))
+    if layers > max_layers:  # a config creates lists of this length before its other fields are checked
         name = file.metadata["general.architecture"]
-        raise UserError(f"{file.path}: {name}.block_count={layers}: expected 1 to {most}; fetch it again")
+        raise UserError(f"{file.path}: {name}.block_count={layers}: expected 1 to {max_layers}; fetch it again")
     return layers
 
 
@@ -230,12 +230,12 @@ def _vocabulary_size(file: GgufFile) -> int:
 
 def _main_dtype(file: GgufFile) -> str:
     """The type of most of the weights; bfloat16 if they are quantised, since it loses no range."""
-    names = {0: "float32", 1: "float16"}
-    sizes: dict[str, int] = {}
+    name_of_type = {0: "float32", 1: "float16"}
+    weight_counts: dict[str, int] = {}
     for tensor in file.tensors.values():
-        name = names.get(tensor.kind, "bfloat16")
-        sizes[name] = sizes.get(name, 0) + math.prod(tensor.shape)
-    return max(sizes, key=lambda name: sizes[name])
+        name = name_of_type.get(tensor.ggml_type, "bfloat16")
+        weight_counts[name] = weight_counts.get(name, 0) + math.prod(tensor.shape)
+    return max(weight_counts, key=lambda name: weight_counts[name])
 
 
 def _read_rope(file: GgufFile, head_dim: int, rotary: int) -> dict[str, object]:
@@ -274,13 +274,13 @@ def _read_llama3(file: GgufFile, theta: float, head_dim: int) -> dict[str, float
     """The Llama 3 scaling whose factors, one per frequency, equal the tensor in the file."""
     tensor = file.tensors[ROPE_FACTORS]
     refusal = f"{file.path}: tensor {ROPE_FACTORS!r} holds no rope scaling of Llama 3"
-    if tensor.kind != 0 or tensor.shape != (head_dim // 2,):
+    if tensor.ggml_type != 0 or tensor.shape != (head_dim // 2,):
         raise UserError(f"{refusal} (expected {head_dim // 2} values in F32); not supported")
-    stored = np.fromfile(file.path, np.float32, head_dim // 2, offset=tensor.begin)
-    if len(stored) < head_dim // 2:
+    factors = np.fromfile(file.path, np.float32, head_dim // 2, offset=tensor.begin)
+    if len(factors) < head_dim // 2:
         raise UserError(f"{file.path}: ends within tensor {ROPE_FACTORS!r}; fetch it again")
-    scaling = {"factor": round(float(stored.max()), 4), **LLAMA3}  # the lowest frequencies are divided by all of it
-    if not np.allclose(stored, llama3_factors({"rope_theta": theta, **scaling}, head_dim), rtol=1e-4):
+    scaling = {"factor": round(float(factors.max()), 4), **LLAMA3}  # the lowest frequencies are divided by all of it
+    if not np.allclose(factors, llama3_factors({"rope_theta": theta, **scaling}, head_dim), rtol=1e-4):
         raise UserError(f"{refusal} with {LLAMA3}; not supported")
     return scaling
 

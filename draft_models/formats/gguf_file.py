@@ -30,11 +30,11 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """The location of a tensor. shape: outermost dimension first, as in torch. kind: ggml's number of its type."""
+    """The location of a tensor. shape: outermost dimension first, as in torch. ggml_type: ggml's number of its type."""
 
     name: str
     shape: tuple[int, ...]
-    kind: int
+    ggml_type: int
     begin: int  # byte offset in the file
 
 
@@ -131,32 +131,32 @@ class _Parser:
                 raise self.damage_error(f"{dimensions} dimensions")
             shape = tuple(self.integer("Q") for _ in range(dimensions))[::-1]
             locations[name] = TensorLocation(name, shape, self.integer("I"), self.integer("Q"))
-        self.what, step = "general.alignment", metadata.get("general.alignment", 32)
-        if not isinstance(step, int) or step < 1:
-            raise self.damage_error(repr(step))
-        start = -(-self.at // step) * step
+        self.what, alignment = "general.alignment", metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise self.damage_error(repr(alignment))
+        start = -(-self.at // alignment) * alignment
         file_locations = {name: replace(location, begin=start + location.begin) for name, location in locations.items()}
         return GgufFile(self.path, metadata, file_locations)
 
-    def name(self, part: str, names: Collection[str]) -> str:
-        """The name of the next key or tensor, which is none of `names`."""
+    def name(self, part: str, earlier_names: Collection[str]) -> str:
+        """The name of the next key or tensor, which is none of `earlier_names`."""
         self.what = part
         self.what = name = self.text()
-        if name in names:
+        if name in earlier_names:
             raise self.damage_error("it twice")
         return name
 
-    def value(self, kind: int) -> MetadataValue:
-        if kind in _SCALARS:
-            return self.numbers(_SCALARS[kind], 1)[0]
-        if kind == _STRING:
+    def value(self, value_type: int) -> MetadataValue:
+        if value_type in _SCALARS:
+            return self.numbers(_SCALARS[value_type], 1)[0]
+        if value_type == _STRING:
             return self.text()
-        if kind != _ARRAY:
-            raise self.damage_error(f"a value of type {kind}")
-        inner, count = self.integer("I"), self.integer("Q")
-        if inner in _SCALARS:
-            return self.numbers(_SCALARS[inner], count)
-        return [*self.texts(count)] if inner == _STRING else [self.value(inner) for _ in range(count)]
+        if value_type != _ARRAY:
+            raise self.damage_error(f"a value of type {value_type}")
+        entry_type, count = self.integer("I"), self.integer("Q")
+        if entry_type in _SCALARS:
+            return self.numbers(_SCALARS[entry_type], count)
+        return [*self.texts(count)] if entry_type == _STRING else [self.value(entry_type) for _ in range(count)]
 
     def text(self) -> str:
         return self.texts(1)[0]
@@ -173,18 +173,18 @@ class _Parser:
         self.at = at
         return texts
 
-    def integer(self, letter: str) -> int:
-        return int.from_bytes(self.take(struct.calcsize(f"<{letter}")), "little")
+    def integer(self, struct_code: str) -> int:
+        return int.from_bytes(self.take(struct.calcsize(f"<{struct_code}")), "little")
 
-    def numbers(self, letter: str, count: int) -> list[MetadataValue]:
-        return [*struct.unpack(f"<{count}{letter}", self.take(count * struct.calcsize(f"<{letter}")))]
+    def numbers(self, struct_code: str, count: int) -> list[MetadataValue]:
+        return [*struct.unpack(f"<{count}{struct_code}", self.take(count * struct.calcsize(f"<{struct_code}")))]
 
-    def take(self, size: int) -> bytes:
-        """The next `size` bytes. Raises `UserError` beyond the end of the file, where damaged lengths lead."""
-        if self.at + size > len(self.content):
+    def take(self, byte_count: int) -> bytes:
+        """The next `byte_count` bytes. Raises `UserError` beyond the end of the file, where damaged lengths lead."""
+        if self.at + byte_count > len(self.content):
             raise UserError(f"{self.path}: ends within {self.what}; {_DAMAGED}")
-        self.at += size
-        return self.content[self.at - size : self.at]
+        self.at += byte_count
+        return self.content[self.at - byte_count : self.at]
 
     def damage_error(self, fault: str) -> UserError:
         return UserError(f"{self.path}: damaged at {self.what} (found {fault}); {_DAMAGED}")

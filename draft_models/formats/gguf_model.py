@@ -66,7 +66,7 @@ class GgufModel:
     @property
     def quantised(self) -> bool:
         """Whether any of its tensors is quantised."""
-        return any(tensor.kind not in FLOAT_TYPES for tensor in self.file.tensors.values())
+        return any(tensor.ggml_type not in FLOAT_TYPES for tensor in self.file.tensors.values())
 
     def tensors(self) -> Mapping[str, Stored]:
         """Its tensors by Hugging Face's names: float32 if they are quantised, else in their own type.
@@ -80,13 +80,13 @@ class GgufModel:
         for name, tensor in track_progress(
             self.file.tensors.items(), f"comparing the decoding of {self.source}", "tensors"
         ):
-            kind, raw = _type_and_row_bytes(self.file, tensor)[0], _map_rows(self.file, tensor)
-            if kind.name in CODE_KINDS:
+            ggml_type, raw = _type_and_row_bytes(self.file, tensor)[0], _map_rows(self.file, tensor)
+            if ggml_type.name in CODE_KINDS:
                 rows = raw[:: max(1, len(raw) // _COMPARED)]
-                weights = decode_rows(kind.name, torch.from_numpy(np.ascontiguousarray(rows))).numpy()
-                if not np.array_equal(weights, load_package().quants.dequantize(rows, kind), equal_nan=True):
+                weights = decode_rows(ggml_type.name, torch.from_numpy(np.ascontiguousarray(rows))).numpy()
+                if not np.array_equal(weights, load_package().quants.dequantize(rows, ggml_type), equal_nan=True):
                     raise UserError(
-                        f"{self.source}: tensor {name!r} ({kind.name}) is decoded to other numbers than the gguf "
+                        f"{self.source}: tensor {name!r} ({ggml_type.name}) is decoded to other numbers than the gguf "
                         "package has; report this, and convert the model by that package meanwhile"
                     )
 
@@ -164,11 +164,11 @@ class MappedTensor(Stored):
             yield from super().pieces(ranges)
             return
         row_bytes = 4 * rows.inputs
-        for begin, size in ranges:
-            first, end = begin // row_bytes, -(-(begin + size) // row_bytes)
-            content = rows.decode(first, end).reshape(-1).view(torch.uint8).numpy().data
-            offset = begin - first * row_bytes
-            yield content[offset : offset + size]
+        for begin, piece_bytes in ranges:
+            first_row, end_row = begin // row_bytes, -(-(begin + piece_bytes) // row_bytes)
+            content = rows.decode(first_row, end_row).reshape(-1).view(torch.uint8).numpy().data
+            offset = begin - first_row * row_bytes
+            yield content[offset : offset + piece_bytes]
 
 
 @dataclass(frozen=True)
@@ -186,11 +186,11 @@ class _TensorSource:
 
     def make_stored(self) -> Stored:
         """The tensor, not read yet. Raises `UserError` if it is outside the file, or has another size there."""
-        size = self.file.path.stat().st_size
+        file_bytes = self.file.path.stat().st_size
         for part in self.parts:
             if math.prod(part.shape) * len(self.parts) != math.prod(self.shape):
                 raise self._misshapen(part)
-            if _end_of(self.file, part) > size:
+            if _end_of(self.file, part) > file_bytes:
                 raise UserError(f"{self.file.path}: ends within tensor {part.name!r}; fetch it again")
         kinds = {_type_and_row_bytes(self.file, part)[0].name for part in self.parts}
         dtype = _PLAIN.get(kinds.pop(), torch.float32) if len(kinds) == 1 else torch.float32
@@ -200,14 +200,14 @@ class _TensorSource:
     def codes(self) -> CodedRows | None:
         """The weight as the file stores it, if its codes can be multiplied and `layout` moves whole rows only."""
         part = self.parts[0]
-        kind, _ = _type_and_row_bytes(self.file, part)
-        if len(self.parts) > 1 or len(self.shape) != 2 or kind.name not in CODE_KINDS:
+        ggml_type, _ = _type_and_row_bytes(self.file, part)
+        if len(self.parts) > 1 or len(self.shape) != 2 or ggml_type.name not in CODE_KINDS:
             return None
         order = self._row_order(part)
         if order is None:
             return None
         raw, is_same_order = _map_rows(self.file, part), np.array_equal(order, np.arange(len(order)))
-        return CodedRows(kind.name, raw if is_same_order else raw[order])
+        return CodedRows(ggml_type.name, raw if is_same_order else raw[order])
 
     def _row_order(self, part: TensorLocation) -> NDArray[np.int64] | None:
         """The row of `part` at each index of the result [rows]; None if `layout` changes more than the order of rows.
@@ -228,10 +228,10 @@ class _TensorSource:
         """The tensor in float32, which can hold every value of the other types."""
         joined: dict[str, dict[str, Tensor]] = {"tensors": {}}
         for part in self.parts:
-            names = {part.name.removesuffix(".weight"): self.name}
+            name_map = {part.name.removesuffix(".weight"): self.name}
             try:
                 tensor = self.layout.process(
-                    _dequantise(self.file, part), part.name, tensor_key_mapping=names, parsed_parameters=joined
+                    _dequantise(self.file, part), part.name, tensor_key_mapping=name_map, parsed_parameters=joined
                 )
             except ValueError:  # numpy's, of rows that do not divide into heads
                 raise self._misshapen(part) from None
@@ -253,10 +253,10 @@ def _end_of(file: GgufFile, tensor: TensorLocation) -> int:
 
 def _dequantise(file: GgufFile, tensor: TensorLocation) -> NDArray[np.float32]:
     """A tensor of the file as float32, in ggml's layout."""
-    kind, raw = _type_and_row_bytes(file, tensor)[0], _map_rows(file, tensor)
-    if kind.name in CODE_KINDS:
-        return decode_rows(kind.name, torch.from_numpy(raw)).numpy().reshape(tensor.shape)
-    return load_package().quants.dequantize(np.array(raw), kind).reshape(tensor.shape)
+    ggml_type, raw = _type_and_row_bytes(file, tensor)[0], _map_rows(file, tensor)
+    if ggml_type.name in CODE_KINDS:
+        return decode_rows(ggml_type.name, torch.from_numpy(raw)).numpy().reshape(tensor.shape)
+    return load_package().quants.dequantize(np.array(raw), ggml_type).reshape(tensor.shape)
 
 
 def _map_rows(file: GgufFile, tensor: TensorLocation) -> NDArray[np.uint8]:
@@ -271,18 +271,18 @@ def _type_and_row_bytes(file: GgufFile, tensor: TensorLocation) -> tuple["GGMLQu
     """The type of a tensor and the bytes per row. Raises `UserError` if it cannot be dequantised."""
     gguf, kind = load_package(), None
     try:
-        kind = gguf.GGMLQuantizationType(tensor.kind)
-        block, size = gguf.GGML_QUANT_SIZES[kind]
+        kind = gguf.GGMLQuantizationType(tensor.ggml_type)
+        block_weights, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         if kind.name not in _PLAIN:  # tried on a block of zeros
-            gguf.quants.dequantize(np.zeros((1, size), np.uint8), kind)
+            gguf.quants.dequantize(np.zeros((1, block_bytes), np.uint8), kind)
     except (ValueError, KeyError, NotImplementedError):
         raise UserError(
-            f"{file.path}: tensor {tensor.name!r} is quantised as {kind.name if kind else tensor.kind}, which the gguf "
-            "package cannot undo; take a file of another quantisation, or a newer gguf"
+            f"{file.path}: tensor {tensor.name!r} is quantised as {kind.name if kind else tensor.ggml_type}, which the "
+            "gguf package cannot undo; take a file of another quantisation, or a newer gguf"
         ) from None
-    if tensor.shape[-1] % block:
+    if tensor.shape[-1] % block_weights:
         raise UserError(
             f"{file.path}: tensor {tensor.name!r} of shape {list(tensor.shape)}: expected rows of whole blocks of "
-            f"{block} values ({kind.name}); fetch it again"
+            f"{block_weights} values ({kind.name}); fetch it again"
         )
-    return kind, tensor.shape[-1] // block * size
+    return kind, tensor.shape[-1] // block_weights * block_bytes

@@ -30,21 +30,21 @@ PATTERNS = {
 
 def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
     """The tokenizer of the model in `file`, with its chat template. Raises `UserError` naming an unsupported value."""
-    kind = file.get(f"{_KEY}model", str)
-    if kind not in ("gpt2", "llama"):
+    bpe_kind = file.get(f"{_KEY}model", str)
+    if bpe_kind not in ("gpt2", "llama"):
         raise UserError(
-            f"{file.path}: {_KEY}model={kind!r}; supported: gpt2 (byte-level BPE), llama (SentencePiece BPE)"
+            f"{file.path}: {_KEY}model={bpe_kind!r}; supported: gpt2 (byte-level BPE), llama (SentencePiece BPE)"
         )
     tokens = file.texts(f"{_KEY}tokens")
     if _is_gemma(file):  # llama.cpp's converter replaces ▁ by a space in user-defined tokens
         tokens = [_SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
     try:
-        tokenizer = (_make_byte_level if kind == "gpt2" else _make_sentencepiece)(file, tokens)
+        tokenizer = (_make_byte_level if bpe_kind == "gpt2" else _make_sentencepiece)(file, tokens)
         _add_tokens(tokenizer, file, tokens)
         ids = {name: file.get(f"{_KEY}{key}_token_id", int, None) for name, key in SPECIAL.items()}
         pairs = [(name, index) for name, index in ids.items() if index is not None]
         special = {name: _token_of_id(file, tokens, f"{SPECIAL[name]}_token_id", index) for name, index in pairs}
-        tokenizer.post_processor = _make_post_processor(file, kind, special, tokens)
+        tokenizer.post_processor = _make_post_processor(file, bpe_kind, special, tokens)
         return PreTrainedTokenizerFast(
             tokenizer_object=tokenizer,
             chat_template=file.get("tokenizer.chat_template", str, None),
@@ -61,28 +61,28 @@ def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
 
 def _make_byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
     """A byte-level BPE, which cuts texts as the file's "pre" says. Raises `UserError` for an unknown way."""
-    cut = file.get(f"{_KEY}pre", str)
-    if cut not in PATTERNS:
+    cut_name = file.get(f"{_KEY}pre", str)
+    if cut_name not in PATTERNS:
         raise UserError(
-            f"{file.path}: {_KEY}pre={cut!r}: texts are cut in an unknown way; known: {', '.join(PATTERNS)}"
+            f"{file.path}: {_KEY}pre={cut_name!r}: texts are cut in an unknown way; known: {', '.join(PATTERNS)}"
         )
     merges = [(prefix, suffix) for prefix, _, suffix in (m.partition(" ") for m in file.texts(f"{_KEY}merges"))]
-    pattern = PATTERNS[cut]
+    pattern = PATTERNS[cut_name]
     tokenizer = Tokenizer(models.BPE(vocab=_ids_by_token(tokens), merges=merges, ignore_merges=pattern == _LLAMA3))
     if pattern == _QWEN2:
         tokenizer.normalizer = normalizers.NFC()
-    steps: list[pre_tokenizers.PreTokenizer] = []
+    pre_tokenizers_of_cut: list[pre_tokenizers.PreTokenizer] = []
     if pattern is not None:
-        steps = [pre_tokenizers.Split(Regex(pattern), "isolated")]
-    elif cut in ("smollm", "starcoder", "refact"):
-        steps = [pre_tokenizers.Digits(individual_digits=True)]
-    elif cut == "falcon":
-        steps = [pre_tokenizers.Punctuation("contiguous")]
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None))
-    if cut == "falcon":
+        pre_tokenizers_of_cut = [pre_tokenizers.Split(Regex(pattern), "isolated")]
+    elif cut_name in ("smollm", "starcoder", "refact"):
+        pre_tokenizers_of_cut = [pre_tokenizers.Digits(individual_digits=True)]
+    elif cut_name == "falcon":
+        pre_tokenizers_of_cut = [pre_tokenizers.Punctuation("contiguous")]
+    pre_tokenizers_of_cut.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None))
+    if cut_name == "falcon":
         by_threes = pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated")
-        steps += [pre_tokenizers.Digits(individual_digits=False), by_threes]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+        pre_tokenizers_of_cut += [pre_tokenizers.Digits(individual_digits=False), by_threes]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(pre_tokenizers_of_cut)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
@@ -103,8 +103,8 @@ def _make_sentencepiece(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
     prepend = [normalizers.Prepend(_SPACE)] if prefixed else []
     tokenizer.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", _SPACE)])
     strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
-    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    tokenizer.decoder = decoders.Sequence(steps)
+    decoder_steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    tokenizer.decoder = decoders.Sequence(decoder_steps)
     return tokenizer
 
 
@@ -115,8 +115,8 @@ def _make_merges(file: GgufFile, tokens: Sequence[str]) -> list[tuple[str, str]]
     (score −1) and abc (score −2) the merges are (a, b), then (ab, c). Gemma's Hugging Face tokenizers rank merges by
     the id of the joined token, not by its score. There the joined token may be user-defined.
     """
-    array, types = file.get(f"{_KEY}scores", list), _read_types(file, tokens)
-    scores = [score for score in array if isinstance(score, float)]
+    stored_scores, types = file.get(f"{_KEY}scores", list), _read_types(file, tokens)
+    scores = [score for score in stored_scores if isinstance(score, float)]
     if len(scores) != len(tokens):
         raise UserError(f"{file.path}: {_KEY}scores has {len(scores)} values for {len(tokens)} tokens; fetch it again")
     gemma = _is_gemma(file)
@@ -140,26 +140,26 @@ def _add_tokens(tokenizer: Tokenizer, file: GgufFile, tokens: Sequence[str]) -> 
     """Make control and unknown tokens special, and add user-defined tokens, which are never split."""
     types = _read_types(file, tokens)
     phi3 = file.metadata.get("general.architecture") == "phi3" and file.metadata[f"{_KEY}model"] == "llama"
-    special = [token for token, kind in zip(tokens, types, strict=True) if kind in (_CONTROL, _UNKNOWN)]
+    special = [token for token, token_type in zip(tokens, types, strict=True) if token_type in (_CONTROL, _UNKNOWN)]
     strips = {*special} - {*_SPACE_AFTER} if phi3 else set[str]()  # these absorb the spaces after them, by no key
     tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True, rstrip=t in strips) for t in special])
-    user_defined = [token for token, kind in zip(tokens, types, strict=True) if kind == _USER_DEFINED]
+    user_defined = [token for token, token_type in zip(tokens, types, strict=True) if token_type == _USER_DEFINED]
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in user_defined])
 
 
 def _make_post_processor(
-    file: GgufFile, kind: str, special: Mapping[str, str], tokens: Sequence[str]
+    file: GgufFile, bpe_kind: str, special: Mapping[str, str], tokens: Sequence[str]
 ) -> processors.PostProcessor | None:
     """The post-processor that adds BOS and EOS to a text as the file asks; None if there is nothing to do."""
-    sides = []
-    for side, default in (("bos", kind == "llama"), ("eos", False)):
+    added_tokens = []
+    for side, default in (("bos", bpe_kind == "llama"), ("eos", False)):
         enabled = file.get(f"{_KEY}add_{side}_token", bool, default)
         if enabled and f"{side}_token" not in special:
             raise UserError(f"{file.path}: {_KEY}add_{side}_token is on, but {_KEY}{side}_token_id is missing")
-        sides.append([special[f"{side}_token"]] if enabled else [])
-    bos, eos = sides
+        added_tokens.append([special[f"{side}_token"]] if enabled else [])
+    bos, eos = added_tokens
     if not bos and not eos:
-        return processors.ByteLevel(trim_offsets=False) if kind == "gpt2" else None
+        return processors.ByteLevel(trim_offsets=False) if bpe_kind == "gpt2" else None
     ids = _ids_by_token(tokens)
     return processors.TemplateProcessing(
         single=[*bos, "$A", *eos],

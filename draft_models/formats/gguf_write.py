@@ -42,12 +42,12 @@ def require_gguf(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | 
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     sizes = dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), head_dim)
     fields = {key: name for key, name in KEYS[family].items() if name and not key.startswith("rope.")}
-    entries: dict[str, MetadataValue] = {key: getattr(config, name) for key, name in fields.items()} | sizes
-    entries["rope.freq_base"] = float(config.rope_parameters["rope_theta"])
+    values: dict[str, MetadataValue] = {key: getattr(config, name) for key, name in fields.items()} | sizes
+    values["rope.freq_base"] = float(config.rope_parameters["rope_theta"])
     if config.model_type == "mistral" and config.sliding_window is not None:
         raise _unsupported_error(f"sliding_window={config.sliding_window}, which llama.cpp ignores in a Mistral")
     metadata: dict[str, MetadataValue] = {"general.architecture": family} | {
-        f"{family}.{key}": entries[key] for key in entries
+        f"{family}.{key}": values[key] for key in values
     }
     _require_read_back(config, metadata)
     none: dict[str, MetadataValue] = {"tokenizer.ggml.model": "none"}
@@ -81,16 +81,16 @@ def write_file(
     """
     gguf, family = load_package(), str(metadata.pop("general.architecture"))
     writer = gguf.GGUFWriter(path, family)
-    value_kinds = gguf.GGUFValueType
-    kind_of = {
-        bool: value_kinds.BOOL,
-        int: value_kinds.UINT32,
-        float: value_kinds.FLOAT32,
-        str: value_kinds.STRING,
-        list: value_kinds.ARRAY,
+    value_types = gguf.GGUFValueType
+    value_type_of = {
+        bool: value_types.BOOL,
+        int: value_types.UINT32,
+        float: value_types.FLOAT32,
+        str: value_types.STRING,
+        list: value_types.ARRAY,
     }
     for key, value in metadata.items():
-        writer.add_key_value(key, value, kind_of[type(value)])
+        writer.add_key_value(key, value, value_type_of[type(value)])
     if config.rope_parameters["rope_type"] == "llama3":
         writer.add_tensor(ROPE_FACTORS, llama3_factors(config.rope_parameters, config.head_dim))
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
@@ -185,8 +185,8 @@ def _flatten_steps(part: TokenizerStep | None) -> list[TokenizerStep]:
     if part is None:
         return []
     if part["type"] == "Sequence":
-        inner = cast(list[TokenizerStep], part.get("normalizers") or part.get("pretokenizers") or [])
-        return [step for member in inner for step in _flatten_steps(member)]
+        members = cast(list[TokenizerStep], part.get("normalizers") or part.get("pretokenizers") or [])
+        return [step for member in members for step in _flatten_steps(member)]
     if part == {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": False}:
         return [{"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
     return [{key: value for key, value in part.items() if key != "trim_offsets"}]
@@ -196,19 +196,19 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[i
     return [encoding.ids for encoding in tokenizer.backend_tokenizer.encode_batch(texts)]
 
 
-def _token_metadata(tokenizer: PreTrainedTokenizerBase, rows: int) -> dict[str, MetadataValue]:
+def _token_metadata(tokenizer: PreTrainedTokenizerBase, row_count: int) -> dict[str, MetadataValue]:
     """The tokens with their types, the ids of the special ones, and the chat template."""
     pieces, added = {index: piece for piece, index in tokenizer.get_vocab().items()}, tokenizer.added_tokens_decoder
-    if max(pieces) >= rows:
-        raise _unsupported_error(f"{max(pieces) + 1} tokens of a model with vocab_size={rows}")
+    if max(pieces) >= row_count:
+        raise _unsupported_error(f"{max(pieces) + 1} tokens of a model with vocab_size={row_count}")
     metadata: dict[str, MetadataValue] = {
-        f"{_KEY}tokens": [pieces.get(index, f"[PAD{index}]") for index in range(rows)],
+        f"{_KEY}tokens": [pieces.get(index, f"[PAD{index}]") for index in range(row_count)],
         f"{_KEY}token_type": [
             _UNUSED if index not in pieces
             else (_CONTROL if added[index].special else _USER_DEFINED) if index in added
             else _BYTE if pieces[index] in _BYTES
             else _NORMAL
-            for index in range(rows)
+            for index in range(row_count)
         ],
     }  # fmt: skip
     for name, word in SPECIAL.items():

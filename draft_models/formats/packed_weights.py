@@ -67,8 +67,8 @@ def _read_bits(groups: object) -> object:
     """The bits of the integer weights of `config_groups`; None if they differ, or some are no integers."""
     parts = [*groups.values()] if isinstance(groups, dict) else []
     weights = [part.get("weights") if isinstance(part, dict) else None for part in parts]
-    ints = [kind.get("num_bits") for kind in weights if isinstance(kind, dict) and kind.get("type", "int") == "int"]
-    return ints[0] if ints and ints == ints[:1] * len(parts) else None
+    bits = [kind.get("num_bits") for kind in weights if isinstance(kind, dict) and kind.get("type", "int") == "int"]
+    return bits[0] if bits and bits == bits[:1] * len(parts) else None
 
 
 class PackedLayer(NamedTuple):

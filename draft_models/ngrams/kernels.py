@@ -141,7 +141,7 @@ FAULTS = (  # the faults that `find_level_fault` finds; index 0: no fault
 
 
 @compile_function
-def find_level_fault(buckets, shift, keys, width, starts, totals, tokens, counts, vocabulary):
+def find_level_fault(buckets, shift, keys, key_bits, starts, totals, tokens, counts, vocabulary):
     """The index in `FAULTS` of the first way in which a level's arrays violate what `group_contexts` guarantees.
 
     Compiled look-up checks no index and relies on this. The arrays' lengths must already fit together.
@@ -155,7 +155,7 @@ def find_level_fault(buckets, shift, keys, width, starts, totals, tokens, counts
         for i in range(np.int64(buckets[bucket]), np.int64(buckets[bucket + 1])):
             if np.int64(keys[i] >> np.uint64(shift)) != bucket:
                 return 1
-            if (i > 0 and keys[i] <= keys[i - 1]) or (keys[i] >> np.uint64(width)) != 0:
+            if (i > 0 and keys[i] <= keys[i - 1]) or (keys[i] >> np.uint64(key_bits)) != 0:
                 return 2
     if starts[0] != 0 or starts[contexts] != successors:
         return 3
@@ -163,14 +163,14 @@ def find_level_fault(buckets, shift, keys, width, starts, totals, tokens, counts
         begin, end = np.int64(starts[context]), np.int64(starts[context + 1])
         if not 0 <= begin < end <= successors:
             return 3
-        total, before = np.uint64(0), _LARGEST
+        total, previous_count = np.uint64(0), _LARGEST
         for i in range(begin, end):
             if tokens[i] >= vocabulary:
                 return 4
-            if not 1 <= counts[i] <= before:
+            if not 1 <= counts[i] <= previous_count:
                 return 5
-            before = np.uint64(counts[i])
-            total += before
+            previous_count = np.uint64(counts[i])
+            total += previous_count
         if np.uint64(totals[context]) < min(total, _LARGEST):
             return 6
     return 0
@@ -179,9 +179,9 @@ def find_level_fault(buckets, shift, keys, width, starts, totals, tokens, counts
 @compile_function
 def context_grams(ids: np.ndarray, order: int, bits: int) -> tuple[np.ndarray, np.ndarray]:
     """(keys uint64, tokens uint32) of all n-grams of one document, in order of position."""
-    size = max(0, len(ids) - order + 1)
-    keys, tokens = np.empty(size, np.uint64), np.empty(size, np.uint32)
-    for i in range(size):
+    gram_count = max(0, len(ids) - order + 1)
+    keys, tokens = np.empty(gram_count, np.uint64), np.empty(gram_count, np.uint32)
+    for i in range(gram_count):
         keys[i] = context_key(ids, i + order - 1, order - 1, bits)
         tokens[i] = ids[i + order - 1]
     return keys, tokens
@@ -195,24 +195,24 @@ def group_contexts(
 
     Example: a context with the tokens 1, 2, 9 and counts 4, 7, 1 has, for min_count 2, the tokens 2, 1 and total 12.
     """
-    size = len(keys)
-    out_keys, lengths, totals = np.empty(size, np.uint64), np.empty(size, np.uint32), np.empty(size, np.uint32)
-    ranks = np.empty(size, np.uint64)  # most frequent first, then the lowest token
+    grams = len(keys)
+    out_keys, lengths, totals = np.empty(grams, np.uint64), np.empty(grams, np.uint32), np.empty(grams, np.uint32)
+    ranks = np.empty(grams, np.uint64)  # most frequent first, then the lowest token
     contexts, successors, begin = 0, 0, 0
-    while begin < size:
+    while begin < grams:
         end, total, stop = begin, np.uint64(0), successors
-        while end < size and keys[end] == keys[begin]:
+        while end < grams and keys[end] == keys[begin]:
             total += np.uint64(counts[end])
             if counts[end] >= min_count:
                 ranks[stop] = ((_LARGEST - np.uint64(counts[end])) << np.uint64(32)) | np.uint64(tokens[end])
                 stop += 1
             end += 1
         _sort(ranks, successors, stop)
-        length = min(stop - successors, max_successors)
-        if length:
-            out_keys[contexts], lengths[contexts] = keys[begin], length
+        kept_count = min(stop - successors, max_successors)
+        if kept_count:
+            out_keys[contexts], lengths[contexts] = keys[begin], kept_count
             totals[contexts] = min(total, _LARGEST)
-            contexts, successors = contexts + 1, successors + length
+            contexts, successors = contexts + 1, successors + kept_count
         begin = end
     out_tokens, out_counts = np.empty(successors, np.uint32), np.empty(successors, np.uint32)
     for i in range(successors):
@@ -239,8 +239,8 @@ def merge_grams(first: Grams, second: Grams) -> tuple[np.ndarray, ...]:
     """The fields of the sum of two `Grams`; counts saturate at 2^32 − 1."""
     keys_a, tokens_a, counts_a = first
     keys_b, tokens_b, counts_b = second
-    size = len(keys_a) + len(keys_b)
-    keys, tokens, counts = np.empty(size, np.uint64), np.empty(size, np.uint32), np.empty(size, np.uint32)
+    grams = len(keys_a) + len(keys_b)
+    keys, tokens, counts = np.empty(grams, np.uint64), np.empty(grams, np.uint32), np.empty(grams, np.uint32)
     a, b, out = 0, 0, 0
     while a < len(keys_a) or b < len(keys_b):
         has_a, has_b = a < len(keys_a), b < len(keys_b)
@@ -268,13 +268,13 @@ def count_buckets(keys, shift, buckets):
 
 
 @compile_function
-def count_frequent(starts, counts, least):
-    """The numbers of contexts and of successors with a count ≥ `least`; a context's first count is its largest."""
+def count_frequent(starts, counts, min_count):
+    """The numbers of contexts and of successors with a count ≥ `min_count`; a context's first count is its largest."""
     contexts, successors = 0, 0
     for context in range(len(starts) - 1):
-        contexts += counts[np.int64(starts[context])] >= least
+        contexts += counts[np.int64(starts[context])] >= min_count
     for count in counts:
-        successors += count >= least
+        successors += count >= min_count
     return contexts, successors
 
 
@@ -292,7 +292,7 @@ def count_grams(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> Grams:
     tokens = np.concatenate([np.empty(0, np.uint32), *(tokens for _, tokens in parts)])
     order = np.lexsort((tokens, keys))
     keys, tokens = keys[order], tokens[order]
-    first = np.ones(len(keys), bool)
-    first[1:] = (keys[1:] != keys[:-1]) | (tokens[1:] != tokens[:-1])
-    begins = np.flatnonzero(first)
+    is_first = np.ones(len(keys), bool)
+    is_first[1:] = (keys[1:] != keys[:-1]) | (tokens[1:] != tokens[:-1])
+    begins = np.flatnonzero(is_first)
     return Grams(keys[begins], tokens[begins], np.diff(begins, append=len(keys)).astype(np.uint32))

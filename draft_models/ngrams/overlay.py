@@ -38,15 +38,15 @@ class ContextMap(NamedTuple):
 
 def new_map(contexts: int = 1 << 10) -> ContextMap:
     """An empty map with capacity for `contexts` contexts and as many entries."""
-    size = 1 << max(4, (_LOAD * contexts - 1).bit_length())
-    slots = np.zeros(size, _SLOT)
+    slot_count = 1 << max(4, (_LOAD * contexts - 1).bit_length())
+    slots = np.zeros(slot_count, _SLOT)
     slots["head"] = -1
-    return ContextMap(slots, np.zeros(size // _LOAD, _ENTRY), np.zeros(2, np.int64))
+    return ContextMap(slots, np.zeros(slot_count // _LOAD, _ENTRY), np.zeros(2, np.int64))
 
 
-def with_capacity(contexts: ContextMap, more: int) -> ContextMap:
-    """`contexts`, or a larger copy of it, with capacity for `more` further contexts and entries."""
-    needed = max(int(contexts.used[0]), int(contexts.used[1])) + more
+def with_capacity(contexts: ContextMap, added_count: int) -> ContextMap:
+    """`contexts`, or a larger copy of it, with capacity for `added_count` further contexts and entries."""
+    needed = max(int(contexts.used[0]), int(contexts.used[1])) + added_count
     if needed <= len(contexts.entries):
         return contexts
     larger = new_map(2 * needed)
@@ -59,10 +59,10 @@ def with_capacity(contexts: ContextMap, more: int) -> ContextMap:
 @lean
 def slot_of(contexts, key):
     """The slot of context `key`, or the free slot (head −1) where it would be inserted."""
-    slots = len(contexts.slots)
-    slot = np.int64((key * _GOLDEN) >> np.uint64(32)) & (slots - 1)
+    slot_count = len(contexts.slots)
+    slot = np.int64((key * _GOLDEN) >> np.uint64(32)) & (slot_count - 1)
     while contexts.slots[slot].head >= 0 and contexts.slots[slot].key != key:
-        slot = (slot + 1) & (slots - 1)
+        slot = (slot + 1) & (slot_count - 1)
     return slot
 
 
@@ -76,14 +76,14 @@ def _copy_contexts(contexts: ContextMap, larger: ContextMap) -> None:
 @lean
 def _unlink_entry(contexts: ContextMap, slot: int, token: int) -> int:
     """Unlink the entry of `token` at `slot`; −1 if there is none."""
-    before, entry = -1, contexts.slots[slot].head
+    previous, entry = -1, contexts.slots[slot].head
     while entry >= 0 and contexts.entries[entry].token != token:
-        before, entry = entry, contexts.entries[entry].following
+        previous, entry = entry, contexts.entries[entry].following
     if entry >= 0:
-        if before < 0:
+        if previous < 0:
             contexts.slots[slot].head = contexts.entries[entry].following
         else:
-            contexts.entries[before].following = contexts.entries[entry].following
+            contexts.entries[previous].following = contexts.entries[entry].following
     return entry
 
 
@@ -91,14 +91,14 @@ def _unlink_entry(contexts: ContextMap, slot: int, token: int) -> int:
 def _insert_entry(contexts: ContextMap, slot: int, entry: int) -> None:
     """Insert `entry` by falling weight; of equal weights the newest comes first."""
     weight = contexts.entries[entry].weight
-    before, after = -1, contexts.slots[slot].head
-    while after >= 0 and contexts.entries[after].weight > weight:
-        before, after = after, contexts.entries[after].following
-    contexts.entries[entry].following = after
-    if before < 0:
+    previous, following = -1, contexts.slots[slot].head
+    while following >= 0 and contexts.entries[following].weight > weight:
+        previous, following = following, contexts.entries[following].following
+    contexts.entries[entry].following = following
+    if previous < 0:
         contexts.slots[slot].head = entry
     else:
-        contexts.entries[before].following = entry
+        contexts.entries[previous].following = entry
 
 
 @lean
@@ -130,14 +130,14 @@ def table_probability(level: Level, key: np.uint64, token: int) -> float:
 @lean
 def adapt(contexts, level, ids, start, stop, vocabulary, increment, highest):
     """Algorithm 2 over the n-grams that end at ids[start : stop]; n-grams with ids beyond the table are skipped."""
-    size = level.order - 1
-    for end in range(max(start, size), stop):
-        inside = ids[end] < vocabulary
-        for i in range(end - size, end):
-            inside = inside and ids[i] < vocabulary
-        if not inside:
+    context_length = level.order - 1
+    for end in range(max(start, context_length), stop):
+        all_in_vocabulary = ids[end] < vocabulary
+        for i in range(end - context_length, end):
+            all_in_vocabulary = all_in_vocabulary and ids[i] < vocabulary
+        if not all_in_vocabulary:
             continue
-        key = context_key(ids, end, size, level.bits)
+        key = context_key(ids, end, context_length, level.bits)
         slot = slot_of(contexts, key)
         entry = _unlink_entry(contexts, slot, ids[end])
         if entry < 0:
@@ -191,8 +191,8 @@ def index_text(contexts: ContextMap, ids: np.ndarray, start: int, stop: int, lon
     """Count each of ids[start : stop] as successor of its contexts of 1 to `longest` tokens; older counts decay."""
     for end in range(max(start, 1), stop):
         key = np.uint64(0)
-        for size in range(1, min(longest, end) + 1):
-            key = longer_key(key, ids[end - size])
+        for context_length in range(1, min(longest, end) + 1):
+            key = longer_key(key, ids[end - context_length])
             slot = slot_of(contexts, key)
             entry = _unlink_entry(contexts, slot, ids[end])
             successor = contexts.slots[slot].head
@@ -241,11 +241,11 @@ class Recycled(NamedTuple):
     probs: np.ndarray
 
 
-def new_recycled(longest: int, width: int, slots: int = _SLOTS) -> Recycled:
-    """An empty table of rows of `width` tokens; with width 0 look-ups never find anything."""
-    size = slots if width else 1
-    tokens, probs = np.zeros((size, max(1, width)), np.int32), np.zeros((size, max(1, width)), np.float32)
-    return Recycled(longest if width else 0, np.zeros(size, np.uint64), np.zeros(size, np.int32), tokens, probs)
+def new_recycled(longest: int, top_k: int, slots: int = _SLOTS) -> Recycled:
+    """An empty table of rows of `top_k` tokens; with 0 of them look-ups never find anything."""
+    capacity = slots if top_k else 1
+    tokens, probs = np.zeros((capacity, max(1, top_k)), np.int32), np.zeros((capacity, max(1, top_k)), np.float32)
+    return Recycled(longest if top_k else 0, np.zeros(capacity, np.uint64), np.zeros(capacity, np.int32), tokens, probs)
 
 
 @lean
@@ -255,15 +255,15 @@ def recycled_slot(recycled, key):
 
 
 @lean
-def find_recycled(recycled: Recycled, recent: np.ndarray, length: int, slots: np.ndarray) -> int:
+def find_recycled(recycled: Recycled, recent: np.ndarray, text_length: int, slots: np.ndarray) -> int:
     """Write the slots of the last 1, 2, … tokens to `slots`, −1: unknown; returns their number. recent[0]: latest."""
-    size, key = 0, np.uint64(0)
-    while size < min(recycled.longest, length):
-        key = longer_key(key, recent[size])
+    context_length, key = 0, np.uint64(0)
+    while context_length < min(recycled.longest, text_length):
+        key = longer_key(key, recent[context_length])
         slot = recycled_slot(recycled, key)
-        slots[size] = slot if recycled.seen[slot] > 0 and recycled.keys[slot] == key else -1
-        size += 1
-    return size
+        slots[context_length] = slot if recycled.seen[slot] > 0 and recycled.keys[slot] == key else -1
+        context_length += 1
+    return context_length
 
 
 @lean
@@ -273,10 +273,10 @@ def recycle(recycled, ids, stop, tokens, parents, rows, top_k):
     tokens, parents: int64 [n], the draft. rows: int64 [m], the rows that ran: 0 is the root, 1 + i node i.
     top_k: float32 [m, 2k], k token ids and their probabilities. A row with non-finite numbers is skipped.
     """
-    width = top_k.shape[1] // 2
-    count = min(width, recycled.tokens.shape[1])
+    top_k_count = top_k.shape[1] // 2
+    stored_count = min(top_k_count, recycled.tokens.shape[1])
     for i in range(len(rows)):
-        if not top_k[i, width] > 0:
+        if not top_k[i, top_k_count] > 0:
             continue
         node, position, key = rows[i] - 1, stop - 1, np.uint64(0)
         for _ in range(recycled.longest):
@@ -289,7 +289,7 @@ def recycle(recycled, ids, stop, tokens, parents, rows, top_k):
             slot = recycled_slot(recycled, key)
             recycled.seen[slot] = recycled.seen[slot] + 1 if recycled.keys[slot] == key else 1
             recycled.keys[slot] = key
-            for j in range(count):
-                recycled.tokens[slot, j], recycled.probs[slot, j] = np.int32(top_k[i, j]), top_k[i, width + j]
-            for j in range(count, recycled.tokens.shape[1]):
+            for j in range(stored_count):
+                recycled.tokens[slot, j], recycled.probs[slot, j] = np.int32(top_k[i, j]), top_k[i, top_k_count + j]
+            for j in range(stored_count, recycled.tokens.shape[1]):
                 recycled.probs[slot, j] = 0.0

@@ -78,10 +78,10 @@ def no_suffixes(vocabulary: int) -> Suffixes:
 
 def join_documents(documents: Iterable[Sequence[int] | np.ndarray], vocabulary: int) -> np.ndarray:
     """`Suffixes.tokens` of documents."""
-    kind = token_type(vocabulary + 1)
-    end = np.array([vocabulary], kind)
-    parts = [part for document in documents for part in (np.asarray(document, kind), end)]
-    return np.concatenate([np.empty(0, kind), *parts])
+    dtype = token_type(vocabulary + 1)
+    separator = np.array([vocabulary], dtype)
+    parts = [part for document in documents for part in (np.asarray(document, dtype), separator)]
+    return np.concatenate([np.empty(0, dtype), *parts])
 
 
 def sort_suffixes(tokens: np.ndarray, vocabulary: int) -> Suffixes:
@@ -90,24 +90,24 @@ def sort_suffixes(tokens: np.ndarray, vocabulary: int) -> Suffixes:
     The loop sorts by the next few tokens, as many as fit a key of 64 bits, all positions that are alike so far. begins
     [T]: whether the tokens at order[i] so far differ from those at order[i − 1].
     """
-    size, bits = len(tokens), token_bits(vocabulary + 1)
-    require(size < 2**32, "suffixes", size, "fewer than 2^32 tokens: places are numbers of 32 bits")
-    together = 64 // bits
-    padded = np.concatenate([tokens, np.full(REACH + together, vocabulary, tokens.dtype)])
-    order, begins = np.arange(size, dtype=np.uint32), np.zeros(size, bool)
+    token_count, bits = len(tokens), token_bits(vocabulary + 1)
+    require(token_count < 2**32, "suffixes", token_count, "fewer than 2^32 tokens: places are numbers of 32 bits")
+    tokens_per_key = 64 // bits
+    padded = np.concatenate([tokens, np.full(REACH + tokens_per_key, vocabulary, tokens.dtype)])
+    order, begins = np.arange(token_count, dtype=np.uint32), np.zeros(token_count, bool)
     begins[:1] = True
-    for offset in range(0, REACH, together):
-        groups = np.cumsum(begins)
-        alike = np.bincount(groups)[groups] > 1  # others are already in their order
-        positions = order[alike].astype(np.int64) + offset
+    for depth in range(0, REACH, tokens_per_key):
+        group_numbers = np.cumsum(begins)
+        is_tied = np.bincount(group_numbers)[group_numbers] > 1  # others are already in their order
+        positions = order[is_tied].astype(np.int64) + depth
         keys = np.zeros(len(positions), np.uint64)
-        for ahead in range(min(together, REACH - offset)):
+        for ahead in range(min(tokens_per_key, REACH - depth)):
             keys = (keys << np.uint64(bits)) | padded[positions + ahead].astype(np.uint64)
-        ranked = np.lexsort((keys, groups[alike]))
-        keys, order[alike] = keys[ranked], order[alike][ranked]
-        differ = begins[alike]
+        ranked = np.lexsort((keys, group_numbers[is_tied]))
+        keys, order[is_tied] = keys[ranked], order[is_tied][ranked]
+        differ = begins[is_tied]
         differ[1:] |= keys[1:] != keys[:-1]
-        begins[alike] = differ
+        begins[is_tied] = differ
     starts = np.zeros(vocabulary + 1, np.uint32)
     np.cumsum(np.bincount(tokens, minlength=vocabulary + 1)[:vocabulary], out=starts[1:])
     return Suffixes(tokens, order, starts)
@@ -153,8 +153,8 @@ def find_occurrences(suffixes, recent, skip, size):
     token = recent[skip + size - 1]
     if token + 1 >= len(suffixes.starts):
         return np.int64(0), np.int64(0)
-    low, most = np.int64(suffixes.starts[token]), np.int64(suffixes.starts[token + 1])
-    high = most
+    low, stop = np.int64(suffixes.starts[token]), np.int64(suffixes.starts[token + 1])
+    high = stop
     while low < high:  # search the begin
         middle = (low + high) // 2
         if _compare_suffix(suffixes, np.int64(suffixes.order[middle]), recent, skip, size) < 0:
@@ -163,10 +163,10 @@ def find_occurrences(suffixes, recent, skip, size):
             high = middle
     first, step = low, 1
     while (
-        low + step < most and _compare_suffix(suffixes, np.int64(suffixes.order[low + step]), recent, skip, size) <= 0
+        low + step < stop and _compare_suffix(suffixes, np.int64(suffixes.order[low + step]), recent, skip, size) <= 0
     ):
         low, step = low + step, 2 * step  # bound the end by growing steps: most contexts have few occurrences
-    high = min(low + step, most)
+    high = min(low + step, stop)
     while low < high:  # search the end
         middle = (low + high) // 2
         if _compare_suffix(suffixes, np.int64(suffixes.order[middle]), recent, skip, size) <= 0:
@@ -177,11 +177,11 @@ def find_occurrences(suffixes, recent, skip, size):
 
 
 @lean
-def _find_bound(suffixes, low, high, ahead, token):
-    """The first index in order[low : high] whose token `ahead` positions later is ≥ `token`; these tokens ascend."""
+def _find_bound(suffixes, low, high, distance, token):
+    """The first index in order[low : high] whose token `distance` positions later is ≥ `token`; these tokens ascend."""
     while low < high:
         middle = (low + high) // 2
-        if _token_at(suffixes, np.int64(suffixes.order[middle]) + ahead) < token:
+        if _token_at(suffixes, np.int64(suffixes.order[middle]) + distance) < token:
             low = middle + 1
         else:
             high = middle
@@ -191,37 +191,37 @@ def _find_bound(suffixes, low, high, ahead, token):
 @lean
 def _find_shortest_occurrences(suffixes, recent, workspace):
     """`find_occurrences` the last `LEAST` tokens, searched among those of all but the latest of these tokens."""
-    ahead, key = LEAST - 1, np.int64(0)
-    for i in range(ahead, 0, -1):
+    distance, key = LEAST - 1, np.int64(0)
+    for i in range(distance, 0, -1):
         key = (key << 21) | recent[i]  # all ids are below 2^21
     slot = (np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - _REMEMBERED)
     if workspace.cache[slot, 0] != key:
-        workspace.cache[slot, 1], workspace.cache[slot, 2] = find_occurrences(suffixes, recent, 1, ahead)
+        workspace.cache[slot, 1], workspace.cache[slot, 2] = find_occurrences(suffixes, recent, 1, distance)
         workspace.cache[slot, 0] = key
-    most, number = workspace.cache[slot, 2], 0
-    first = _find_bound(suffixes, workspace.cache[slot, 1], most, ahead, recent[0])
-    last = first + FEW - 1
-    if last < most and _token_at(suffixes, np.int64(suffixes.order[last]) + ahead) == recent[0]:
-        return first, _find_bound(suffixes, last + 1, most, ahead, recent[0] + 1)
-    while first + number < most and (
-        _token_at(suffixes, np.int64(suffixes.order[first + number]) + ahead) == recent[0]
+    stop, occurrence_count = workspace.cache[slot, 2], 0
+    first = _find_bound(suffixes, workspace.cache[slot, 1], stop, distance, recent[0])
+    probe = first + FEW - 1
+    if probe < stop and _token_at(suffixes, np.int64(suffixes.order[probe]) + distance) == recent[0]:
+        return first, _find_bound(suffixes, probe + 1, stop, distance, recent[0] + 1)
+    while first + occurrence_count < stop and (
+        _token_at(suffixes, np.int64(suffixes.order[first + occurrence_count]) + distance) == recent[0]
     ):
-        number += 1  # few occurrences are read in any case, and these reads do not depend on one another
-    return first, first + number
+        occurrence_count += 1  # few occurrences are read in any case, and these reads do not depend on one another
+    return first, first + occurrence_count
 
 
 @lean
-def find_suffixes(suffixes, recent, length, workspace):
+def find_suffixes(suffixes, recent, text_length, workspace):
     """(length of the longest suffix of the text in the corpus; context length from which on `workspace.near` is used).
 
     The longest suffix has `LEAST` to `REACH` tokens, or `LEAST` − 1 if no such suffix is in the corpus. A context is
     looked up for each length. Once a context has few occurrences, all of them are read to `workspace.near`, and longer
-    contexts are searched among them. length: of the text.
+    contexts are searched among them. text_length: of the text.
     """
-    vocabulary, reach, size = len(suffixes.starts) - 1, 0, LEAST - 1
-    while reach < min(REACH, length) and recent[reach] < vocabulary:
-        reach += 1
-    while len(suffixes.order) > 0 and size < reach:
+    vocabulary, max_length, size = len(suffixes.starts) - 1, 0, LEAST - 1
+    while max_length < min(REACH, text_length) and recent[max_length] < vocabulary:
+        max_length += 1
+    while len(suffixes.order) > 0 and size < max_length:
         if size < LEAST:
             first, end = _find_shortest_occurrences(suffixes, recent, workspace)
         else:
@@ -231,27 +231,27 @@ def find_suffixes(suffixes, recent, length, workspace):
         size += 1
         workspace.first[size], workspace.number[size] = first, end - first
         if end - first < FEW:
-            return _match_each(suffixes, recent, reach, first, end, size, workspace), size
+            return _match_each(suffixes, recent, max_length, first, end, size, workspace), size
     return size, size + 1
 
 
 @lean
-def _match_each(suffixes, recent, reach, first, end, size, workspace):
+def _match_each(suffixes, recent, max_length, first, end, size, workspace):
     """Fill `workspace.near` from order[first : end], of a context of `size` tokens; return the longest match.
 
-    `workspace.number` gets the number of occurrences of each longer context, up to `reach` tokens.
+    `workspace.number` gets the number of occurrences of each longer context, up to `max_length` tokens.
     """
     workspace.number[size + 1 :] = 0
     longest = size
     for i in range(end - first):  # a separate loop: independent reads overlap their cache misses
         workspace.near[0, i] = _token_at(suffixes, np.int64(suffixes.order[first + i]) + size)
     for i in range(end - first):
-        before, agree = np.int64(suffixes.order[first + i]) - 1, size
-        while agree < reach and before >= 0 and suffixes.tokens[before] == recent[agree]:
-            agree, before = agree + 1, before - 1
-            workspace.number[agree] += 1
-        workspace.near[1, i] = agree
-        longest = max(longest, agree)
+        position, match_length = np.int64(suffixes.order[first + i]) - 1, size
+        while match_length < max_length and position >= 0 and suffixes.tokens[position] == recent[match_length]:
+            match_length, position = match_length + 1, position - 1
+            workspace.number[match_length] += 1
+        workspace.near[1, i] = match_length
+        longest = max(longest, match_length)
     return longest
 
 

@@ -202,9 +202,9 @@ class TrigramTable:
 
     def require_rows(self, rows: int, where: str) -> None:
         """Raise `UserError` if the table could draft an id of `rows` or more; its tokenizer may have more ids."""
-        suffixes, larger = self.suffixes, self.vocabulary > rows
-        beyond = larger and any(bool((level.tokens >= rows).any()) for level in self.levels.values())
-        if beyond or (larger and suffixes is not None and suffixes.starts[rows] < suffixes.starts[-1]):
+        suffixes, has_more_ids = self.suffixes, self.vocabulary > rows
+        beyond = has_more_ids and any(bool((level.tokens >= rows).any()) for level in self.levels.values())
+        if beyond or (has_more_ids and suffixes is not None and suffixes.starts[rows] < suffixes.starts[-1]):
             raise UserError(f"{where}: it holds ids beyond the target's {rows}; build it from other texts")
 
     @property
@@ -214,11 +214,11 @@ class TrigramTable:
 
 def make_level(order: int, vocabulary: int, grouped: Sequence[np.ndarray], starts: np.ndarray | None = None) -> Level:
     """The level of these `Grouped` contexts. starts: where `Level.starts` are written; None: a new array."""
-    keys, lengths, totals, tokens, counts = grouped
+    keys, successor_counts, totals, tokens, counts = grouped
     types = level_types(order, vocabulary, len(keys), len(tokens))
     starts = np.empty(len(keys) + 1, types["starts"][0]) if starts is None else starts
     starts[0] = 0
-    np.cumsum(lengths, dtype=starts.dtype, out=starts[1:])
+    np.cumsum(successor_counts, dtype=starts.dtype, out=starts[1:])
     buckets, tokens = np.zeros(types["buckets"][1], np.uint32), tokens.astype(token_type(vocabulary), copy=False)
     level = _join_level(order, token_bits(vocabulary), buckets, keys, starts, totals, tokens, counts)
     count_buckets(keys, level.shift, buckets)
@@ -245,7 +245,7 @@ def level_types(order: int, vocabulary: int, contexts: int, successors: int) -> 
 
 
 def level_bytes(order: int, vocabulary: int, contexts: int, successors: int) -> int:
-    return sum(kind.itemsize * size for kind, size in level_types(order, vocabulary, contexts, successors).values())
+    return sum(kind.itemsize * length for kind, length in level_types(order, vocabulary, contexts, successors).values())
 
 
 @dataclass(frozen=True)
@@ -276,17 +276,17 @@ def map_table(path: Path) -> tuple[Header, Arrays]:
         with safe_open(file, "np") as stored:  # compares its header with the length of the file
             metadata = stored.metadata() or {}
             slices = {name: stored.get_slice(name) for name in stored.offset_keys()}
-            described = [(name, view.get_dtype(), view.get_shape()) for name, view in slices.items()]
+            descriptions = [(name, view.get_dtype(), view.get_shape()) for name, view in slices.items()]
         content = np.asarray(np.memmap(file, np.uint8, "r"))
     except (OSError, SafetensorError) as error:
         raise UserError(f"{file}: no readable n-gram table ({reason(error)}); {_AGAIN}") from None
     try:
         header = construct(Header, parse_json(metadata.get("ngrams", "")))
         arrays, start = {}, 8 + int.from_bytes(content[:8], "little")
-        for name, kind, shape in described:  # safetensors leaves no gaps
-            require(kind in _TYPES and len(shape) == 1, name, (kind, shape), f"one row of {', '.join(_TYPES)}")
-            stop = start + _TYPES[kind].itemsize * shape[0]
-            arrays[name], start = content[start:stop].view(_TYPES[kind]), stop
+        for name, dtype, shape in descriptions:  # safetensors leaves no gaps
+            require(dtype in _TYPES and len(shape) == 1, name, (dtype, shape), f"one row of {', '.join(_TYPES)}")
+            stop = start + _TYPES[dtype].itemsize * shape[0]
+            arrays[name], start = content[start:stop].view(_TYPES[dtype]), stop
     except UserError as error:
         raise table_damage(path, str(error)) from None
     return header, arrays

@@ -68,10 +68,10 @@ def load_small_lm(
 def pass_tokens_of(config: PreTrainedConfig) -> tuple[int | None, int | None]:
     """The config's `MASK_TOKEN` and `PASS_TOKENS`, None if missing. Raises `UserError` for impossible values."""
     rows = UNLIMITED if is_narrowed(config) else config.get_text_config().vocab_size
-    kind, where = Annotated[int, Ge(0), Lt(rows)] | None, f"small_lm={config.name_or_path}"
-    mask = construct(kind, getattr(config, MASK_TOKEN, None), f"{where}: {MASK_TOKEN}")
-    kind = Annotated[int, Ge(1), Lt(2**10)] | None
-    return mask, construct(kind, getattr(config, PASS_TOKENS, None), f"{where}: {PASS_TOKENS}")
+    value_type, where = Annotated[int, Ge(0), Lt(rows)] | None, f"small_lm={config.name_or_path}"
+    mask = construct(value_type, getattr(config, MASK_TOKEN, None), f"{where}: {MASK_TOKEN}")
+    value_type = Annotated[int, Ge(1), Lt(2**10)] | None
+    return mask, construct(value_type, getattr(config, PASS_TOKENS, None), f"{where}: {PASS_TOKENS}")
 
 
 def last_id(lm: Target) -> int:

@@ -46,11 +46,11 @@ class KernelChoice:
 def use_kernel(kernel: str | Kernel) -> Iterator[None]:
     """Context manager: attention over a filled cache uses `kernel`, one of `KERNELS` or an engine's own."""
     global _kernel
-    before, _kernel = _kernel, kernel
+    old_kernel, _kernel = _kernel, kernel
     try:
         yield
     finally:
-        _kernel = before
+        _kernel = old_kernel
 
 
 class KeysChangedError(Exception):
@@ -86,13 +86,13 @@ def grouped_attention(
         if isinstance(attention_mask, TextMasks):
             return _attend_by_texts(module, query, key, value, attention_mask, **options), None
         return _attend_by_blocks(module, query, key, value, attention_mask, **options), None
-    queries, keys = query.shape[2], key.shape[2]
+    queries, key_count = query.shape[2], key.shape[2]
     is_causal = attention_mask is None and queries > 1
-    if is_causal and queries != keys:
-        raise ValueError(f"attention over a filled cache needs a mask: {queries} queries, {keys} keys")
+    if is_causal and queries != key_count:
+        raise ValueError(f"attention over a filled cache needs a mask: {queries} queries, {key_count} keys")
     if softcap is not None or s_aux is not None:
         if is_causal:
-            attention_mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()[None, None]
+            attention_mask = torch.ones(queries, key_count, dtype=torch.bool, device=query.device).tril()[None, None]
         out = _attend_by_capped_scores(query, key, value, attention_mask, dropout, scaling, softcap, s_aux)
         return out.transpose(1, 2), None
     if is_causal:
@@ -113,17 +113,17 @@ def _attend_to_cache(
     never copied.
     """
     batch, heads, queries, width = query.shape
-    key_heads, keys = key.shape[1], key.shape[2]
-    group = heads // key_heads
+    key_heads, key_count = key.shape[1], key.shape[2]
+    heads_per_key = heads // key_heads
     single_text = (batch, value.shape[3]) == (1, width) and not dropout
     if callable(_kernel) and mask is not None and single_text:
         scale = scaling if scaling is not None else width**-0.5
         return _kernel(query.contiguous(), key, value, mask, scale)
-    if group > 1:
-        query = query.reshape(batch, key_heads, group * queries, width)
+    if heads_per_key > 1:
+        query = query.reshape(batch, key_heads, heads_per_key * queries, width)
         if mask is not None and queries > 1:
-            rows = mask.shape[0]
-            mask = mask.expand(rows, group, queries, keys).reshape(rows, 1, -1, keys)
+            mask_rows = mask.shape[0]
+            mask = mask.expand(mask_rows, heads_per_key, queries, key_count).reshape(mask_rows, 1, -1, key_count)
     attend = _attend_by_products if _kernel == "products" and not dropout else F.scaled_dot_product_attention
     out = attend(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
     return out.reshape(batch, heads, queries, -1).transpose(1, 2)
@@ -146,10 +146,10 @@ def _attend_by_texts(
 def _attend_by_blocks(module: object, query: Tensor, key: Tensor, value: Tensor, band: Band, **options: Any) -> Tensor:
     """`grouped_attention` with a `Band`: [B, T, H, D]."""
     rows_together = len(query) // len(band.blocks)  # rows with the same blocks
-    splits = zip(band.blocks, *(x.split(rows_together) for x in (query, key, value, band.first)), strict=True)
+    splits = zip(band.blocks, *(x.split(rows_together) for x in (query, key, value, band.first_keys)), strict=True)
     outputs = [
-        _attend_alike_rows(module, queries, keys, values, replace(band, first=first, blocks=(blocks,)), **options)
-        for blocks, queries, keys, values, first in splits
+        _attend_alike_rows(module, queries, keys, values, replace(band, first_keys=starts, blocks=(blocks,)), **options)
+        for blocks, queries, keys, values, starts in splits
     ]
     return torch.cat(outputs)
 
@@ -172,11 +172,11 @@ def _attend_alike_rows(module: object, query: Tensor, key: Tensor, value: Tensor
     queries_by_block = query.split([block.end - block.begin for block in blocks], 2)
     outputs = []
     for block, queries, block_ranges in zip(blocks, queries_by_block, ranges, strict=True):
-        states, run = (queries, *(_join_ranges(x, block_ranges) for x in pieces)), attend
-        is_long = states[1].shape[2] > band.BLOCK
-        if is_long and torch.is_grad_enabled() and any(x.requires_grad for x in states):
+        tensors, run = (queries, *(_join_ranges(x, block_ranges) for x in pieces)), attend
+        is_long = tensors[1].shape[2] > band.BLOCK
+        if is_long and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             run = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=bool(options["dropout"]))
-        outputs.append(run(block, *states))
+        outputs.append(run(block, *tensors))
     return torch.cat(outputs, dim=1)
 
 
@@ -289,7 +289,7 @@ def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.masked_fill_(~visible, torch.finfo(dtype).min)[None, None]
 
 
-def packed_band(documents: Tensor, window: int | None = None, *, kind: type[Band] = Band) -> Band:
+def packed_band(documents: Tensor, window: int | None = None, *, band_class: type[Band] = Band) -> Band:
     """The mask of packed rows: causal, and only inside one document.
 
     documents [B, T]: the document number of each position, −1 for padding; documents must be contiguous. Padding sees
@@ -299,10 +299,10 @@ def packed_band(documents: Tensor, window: int | None = None, *, kind: type[Band
     """
     positions = torch.arange(documents.shape[1], device=documents.device)
     begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
-    first = torch.where(begins, positions, 0).cummax(1).values
+    first_keys = torch.where(begins, positions, 0).cummax(1).values
     if window is not None:
-        first = torch.maximum(first, positions - (window - 1))
+        first_keys = torch.maximum(first_keys, positions - (window - 1))
     if documents.device.type == "cpu":
         ends = [[*row.nonzero()[:, 0].tolist(), len(row)] for row in begins]
-        return kind(first, tuple(map(kind.cut, ends, first.tolist())))
-    return kind(first, (kind.cut([0, documents.shape[1]], first.amin(0).tolist()),))
+        return band_class(first_keys, tuple(map(band_class.cut, ends, first_keys.tolist())))
+    return band_class(first_keys, (band_class.cut([0, documents.shape[1]], first_keys.amin(0).tolist()),))

@@ -67,20 +67,20 @@ class CodedEmbedding(nn.Module):
 
 
 def keep_codes(
-    model: PreTrainedModel, codes: "Callable[[str], CodedRows | None]", names: Mapping[str, str], dtype: torch.dtype
+    model: PreTrainedModel, codes: "Callable[[str], CodedRows | None]", name_of: Mapping[str, str], dtype: torch.dtype
 ) -> dict[str, str]:
     """Replace the linear layers and the embedding of `model` whose weights `codes` has. The model is on meta.
 
-    codes: name in the file → rows, or None. names: the model's tensors → names in the file. dtype: that of activations.
-    Returns the `names` that are still to be read. A tied head gets the rows of the embedding, and the model's config is
-    then untied.
+    codes: name in the file → rows, or None. name_of: the model's tensors → names in the file. dtype: of activations.
+    Returns the part of `name_of` that is still to be read. A tied head gets the rows of the embedding, and the model's
+    config is then untied.
     """
-    unread, modules = dict(names), dict(model.named_modules())
+    unread, modules = dict(name_of), dict(model.named_modules())
     head, embed = model.get_output_embeddings(), model.get_input_embeddings()
     is_tied = model.config.tie_word_embeddings
     head_takes_rows = is_tied and type(head) is nn.Linear
     embedding_takes_rows = type(embed) is nn.Embedding and (head_takes_rows or not is_tied)
-    for name, source in names.items():
+    for name, source in name_of.items():
         path, _, parameter = name.rpartition(".")
         module = modules.get(path)  # a file may hold more than the model
         linear = module if type(module) is nn.Linear else None

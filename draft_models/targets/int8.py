@@ -54,9 +54,9 @@ class Int8Linear(nn.Module):
 Linear = nn.Linear | Int8Linear | CodedLinear  # a linear layer of a loaded model, before it gets another layout
 
 
-def apply_scale(summed: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """The output of a layer [..., out] from `summed`, the product with its codes, which is overwritten."""
-    return summed.mul_(scale) if bias is None else torch.addcmul(bias, summed, scale)
+def apply_scale(product: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """The output of a layer [..., out] from the `product` with its codes, which is overwritten."""
+    return product.mul_(scale) if bias is None else torch.addcmul(bias, product, scale)
 
 
 def quantise_rows(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -167,31 +167,31 @@ def _spec_of_trace(model: PreTrainedModel) -> ModelSpec:
     count = model.config.num_hidden_layers
     if len(trace.layers) != count:
         raise ValueError(f"its forward calls {len(trace.layers)} decoder layers, not {count}")
-    names = {id(module): name for name, module in model.named_modules()}
+    name_of_module = {id(module): name for name, module in model.named_modules()}
     hidden = trace.layers[0]["hidden"]
     assert isinstance(hidden, Tensor)
     positions, input_norm = _modules_before_layers(trace, hidden.shape)
     norms = [name for name, module, *_ in trace.after if not isinstance(module, nn.Dropout)]
     if len(set(norms)) != 1:
         raise ValueError(f"after its layers come {norms or 'nothing'}, not one norm")
-    tables = _rotary_tables(trace)
+    rotary_tables = _rotary_tables(trace)
     slides = _sliding_layers(model, count)
     head = model.get_output_embeddings()
     if head is None:
         raise ValueError("it has no head")
     return ModelSpec(
         layers=find_layers(model),
-        embed=names[id(model.get_input_embeddings())],
+        embed=name_of_module[id(model.get_input_embeddings())],
         norm=norms[0],
-        head=names[id(head)],
+        head=name_of_module[id(head)],
         calls=tuple(
-            _layer_call(arguments, tables, slide) for arguments, slide in zip(trace.layers, slides, strict=True)
+            _layer_call(arguments, rotary_tables, slide) for arguments, slide in zip(trace.layers, slides, strict=True)
         ),
-        tables=tuple(table for table, _ in tables),
+        tables=tuple(table for table, _ in rotary_tables),
         positions=positions,
         input_norm=input_norm,
         scale=1.0 if positions or input_norm else float(hidden.flatten()[0]),  # the embeddings were ones
-        logits=_logit_rule(model, names[id(head)]),
+        logits=_logit_rule(model, name_of_module[id(head)]),
     )
 
 
@@ -221,11 +221,11 @@ def _rotary_tables(trace: _Trace) -> list[tuple[RotaryTable, object]]:
 
 
 def _layer_call(
-    arguments: Mapping[str, object], tables: Sequence[tuple[RotaryTable, object]], slides: bool
+    arguments: Mapping[str, object], rotary_tables: Sequence[tuple[RotaryTable, object]], slides: bool
 ) -> LayerCall:
     """The `LayerCall` of a layer, from its traced arguments. Raises `ValueError` for an unknown argument."""
     keywords: dict[str, str] = {}
-    table = 0
+    table_index = 0
     for name, value in arguments.items():
         if name == "hidden" or value is None or isinstance(value, bool):
             continue
@@ -235,14 +235,14 @@ def _layer_call(
             keywords["mask"] = name
         elif isinstance(value, Tensor) and value.shape == (1, ROWS) and not value.is_floating_point():
             keywords["positions"] = name
-        elif isinstance(value, tuple) and any(value is output for _, output in tables):
+        elif isinstance(value, tuple) and any(value is output for _, output in rotary_tables):
             keywords["rotary"] = name
-            table = next(i for i, (_, output) in enumerate(tables) if value is output)
+            table_index = next(i for i, (_, output) in enumerate(rotary_tables) if value is output)
         else:
             raise ValueError(f"its layers take {name!r}, which is not known here")
     if not {"cache", "mask"} <= set(keywords):
         raise ValueError("a layer without a mask or a cache of keys and values: not attention")
-    return LayerCall(tuple(sorted(keywords.items())), table, slides)
+    return LayerCall(tuple(sorted(keywords.items())), table_index, slides)
 
 
 def _sliding_layers(model: PreTrainedModel, count: int) -> list[bool]:

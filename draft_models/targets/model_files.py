@@ -39,10 +39,10 @@ _SPECS: dict[str, ModelSpec] = {}  # by the config's class and JSON
 
 def model_spec(config: PreTrainedConfig) -> ModelSpec:
     """The structure of the model that `config` describes. Raises `UserError` if it cannot be run layer by layer."""
-    description = f"{type(config).__name__} {config.to_json_string(use_diff=False)}"
-    if description not in _SPECS:
-        _SPECS[description] = observe(empty_model(config).float())  # 16 bits would round a scale
-    return _SPECS[description]
+    key = f"{type(config).__name__} {config.to_json_string(use_diff=False)}"
+    if key not in _SPECS:
+        _SPECS[key] = observe(empty_model(config).float())  # 16 bits would round a scale
+    return _SPECS[key]
 
 
 def spec_of(model: PreTrainedModel) -> ModelSpec:
@@ -216,37 +216,37 @@ def load_layers(
     config = copy.deepcopy(config)
     config.dtype = dtype  # also the dtype of the buffers that transformers creates
     model = empty_layers(config, layers)
-    names = _stored_names(files, spec_of(model).layers, layers)
+    stored_names = _stored_names(files, spec_of(model).layers, layers)
     device_map = {"": torch.device(device)}
     on_unused: OnUnused = "refuse" if files.wrapper_prefix else "ignore" if is_part else "warn"
-    return _fill_weights(model, files, names, dtype, device_map, role, on_unused=on_unused, coded=coded)
+    return _fill_weights(model, files, stored_names, dtype, device_map, role, on_unused=on_unused, coded=coded)
 
 
 def _fill_weights(
-    model: PreTrainedModel, files: TensorFiles, names: Mapping[str, str], dtype: torch.dtype, device_map: Any,
+    model: PreTrainedModel, files: TensorFiles, stored_names: Mapping[str, str], dtype: torch.dtype, device_map: Any,
     role: str, *, on_unused: OnUnused, coded: bool,
 ) -> PreTrainedModel:  # fmt: skip
-    """`model`, which is on meta, with the tensors of `files`. names: its tensors' names → names in the files.
+    """`model`, which is on meta, with the tensors of `files`. stored_names: its tensors' names → names in the files.
 
     transformers assigns the tensors: it loads a class whose instance is `model`.
     """
     tied = model.config.tie_word_embeddings
     if coded:
-        names = keep_codes(model, files.codes, names, dtype)
+        stored_names = keep_codes(model, files.codes, stored_names, dtype)
     prefix = BASE_PREFIX if files.lacks_prefix else ""  # transformers adds the architecture's, which may differ
     buffers = dict(model.named_non_persistent_buffers())  # transformers would recreate them, and with FSDP as zeros
     class_of_model = type(type(model).__name__, (type(model),), {"__new__": lambda *_, **__: model})
     device = device_map[""] if isinstance(device_map, dict) and [*device_map] == [""] else None
     options = {} if device == torch.device("cpu") else {"device_map": device_map}
-    with Stage(f"reading {files.source}", len(names), "tensors") as stage:
-        stored = files.open_for_transformers(set(names.values()), device or "cpu", stage)
+    with Stage(f"reading {files.source}", len(stored_names), "tensors") as stage:
+        tensors = files.open_for_transformers(set(stored_names.values()), device or "cpu", stage)
         load_fitting(
             class_of_model, None, f"{role}={files.source}", on_unused=on_unused, config=model.config, dtype=dtype,
-            state_dict={n.removeprefix(prefix): stored[source] for n, source in names.items()}, **options,
+            state_dict={n.removeprefix(prefix): tensors[source] for n, source in stored_names.items()}, **options,
         )  # fmt: skip
     for name, buffer in buffers.items():
-        module, _, last = name.rpartition(".")
-        setattr(model.get_submodule(module), last, buffer)
+        module, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(module), attribute, buffer)
     model.config.tie_word_embeddings = tied
     model.requires_grad_(False).eval()
     return model if device is None else nn.Module.to(model, device)  # the rope buffers; PreTrainedModel's has no type
@@ -264,15 +264,15 @@ def _stored_names(files: TensorFiles, list_name: str, layers: Sequence[int]) -> 
     return names
 
 
-def load_fitting(kind: Any, where: str | None, name: str, *, on_unused: OnUnused, **options: object) -> PreTrainedModel:
-    """The causal LM that `kind.from_pretrained` loads from `where`, without random values in place of missing tensors.
+def load_fitting(cls: Any, where: str | None, name: str, *, on_unused: OnUnused, **options: object) -> PreTrainedModel:
+    """The causal LM that `cls.from_pretrained` loads from `where`, without random values in place of missing tensors.
 
     name: the model's option and value. Raises `UserError` naming tensors that are missing, have another shape, or
     differ from the ones to which they are tied.
     """
     try:
         with _silence_transformers():
-            loaded, info = kind.from_pretrained(
+            loaded, info = cls.from_pretrained(
                 where, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )
     except UserError:
@@ -303,12 +303,12 @@ def load_fitting(kind: Any, where: str | None, name: str, *, on_unused: OnUnused
 @contextmanager
 def _silence_transformers() -> Iterator[None]:
     """Context manager: transformers shows neither progress nor warnings."""
-    before, bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    verbosity, shows_bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        transformers_logging.set_verbosity(before)
-        if bar:
+        transformers_logging.set_verbosity(verbosity)
+        if shows_bar:
             transformers_logging.enable_progress_bar()

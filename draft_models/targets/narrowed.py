@@ -21,12 +21,12 @@ def spread_logits(logits: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
     return logits.new_full((*logits.shape[:-1], vocabulary), lowest).index_copy_(-1, tokens, logits)
 
 
-def widen_rows(rows: Tensor, filler: Tensor, tokens: Tensor, size: int) -> Tensor:
-    """rows [k, …] of `tokens` [k] → [size, …], with `filler` […] for every other token.
+def widen_rows(rows: Tensor, filler: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
+    """rows [k, …] of `tokens` [k] → [vocabulary, …], with `filler` […] for every other token.
 
     For a head, give the mean of the rows: its logit is the mean of the draft tokens' logits, so never the largest.
     """
-    return filler.expand(size, *filler.shape).clone().index_copy_(0, tokens.to(rows.device), rows)
+    return filler.expand(vocabulary, *filler.shape).clone().index_copy_(0, tokens.to(rows.device), rows)
 
 
 class DraftVocabulary(nn.Module):

@@ -72,9 +72,9 @@ def prove_layers(model: PreTrainedModel, name: str, largest: int = LARGEST_COPY,
     message.
     """
     short, *beyond = _prompt_lengths(model.config, layer_stack(model).windows)
-    size = 4 * sum(parameter.numel() for parameter in model.parameters())
+    float32_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
     for length in track_progress([short, *beyond], f"comparing {name} with its own forward", "texts"):
-        compared = model if length == short or size <= largest else _one_of_each_kind(model)
+        compared = model if length == short or float32_bytes <= largest else _one_of_each_kind(model)
         try:
             with _compute_in_float32(compared, vocabulary), stock_attention(compared, "eager"):
                 ids = _probe_tokens(compared, length)
@@ -109,7 +109,7 @@ def _compute_in_float32(model: PreTrainedModel, vocabulary: int) -> Iterator[Non
     by_token = {id(weight) for part in (embed, model.get_output_embeddings()) for weight in part.parameters()}
     outside = [tensor for tensor in _half_tensors(model) if id(tensor) not in in_layers]
     half_data = {tensor: tensor.data for tensor in outside}
-    padding, size = embed.padding_idx, config.vocab_size
+    padding_idx, vocab_size = embed.padding_idx, config.vocab_size
     with ExitStack() as undo:
         for layer in layers:
             undo.enter_context(_runs_in_float32(layer))
@@ -119,7 +119,7 @@ def _compute_in_float32(model: PreTrainedModel, vocabulary: int) -> Iterator[Non
                 tensor.data = (data[:rows] if id(tensor) in by_token else data).float()
             yield
         finally:
-            embed.padding_idx, config.vocab_size = padding, size
+            embed.padding_idx, config.vocab_size = padding_idx, vocab_size
             for tensor, data in half_data.items():
                 tensor.data = data
 
@@ -158,16 +158,16 @@ def _one_of_each_kind(model: PreTrainedModel) -> PreTrainedModel:
     Layers are of the same kind if they are called in the same way, have the same entries in the config's lists, and
     consist of the same modules with the same switches: bools, strings and None.
     """
-    first: dict[tuple[LayerCall, str, str], int] = {}
+    first_index: dict[tuple[LayerCall, str, str], int] = {}
     by_layer = settings_by_layer(model.config).values()
     for index, (layer, call) in enumerate(zip(decoder_layers(model), spec_of(model).calls, strict=True)):
         modules = [
             (type(module), sorted(item for item in vars(module).items() if type(item[1]) in (bool, str, type(None))))
             for module in layer.modules()
         ]
-        first.setdefault((call, str([values[index] for values in by_layer]), str(modules)), index)
+        first_index.setdefault((call, str([values[index] for values in by_layer]), str(modules)), index)
     shared: dict[int, object] = {id(weight): nn.Parameter(weight.data, False) for weight in model.parameters()}
-    return pick_layers(model, list(first.values()), shared)
+    return pick_layers(model, list(first_index.values()), shared)
 
 
 def prove_rows(lm: WholeModel) -> None:
@@ -225,10 +225,10 @@ def _path_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """Logits of the model's own forward at prompt, root, dropped, kept and follower, each after its path as text."""
     *prompt, root, dropped, kept, follower = range(len(ids))
     paths = [[*prompt, root, dropped, dropped], [*prompt, root, kept, follower]]  # dropped once more: of equal length
-    first, second = model(input_ids=ids[torch.tensor(paths)], use_cache=False).logits
-    if torch.cat([first, second]).isnan().any():
+    logits_of_dropped, logits_of_kept = model(input_ids=ids[torch.tensor(paths)], use_cache=False).logits
+    if torch.cat([logits_of_dropped, logits_of_kept]).isnan().any():
         raise UserError("its logits are no numbers (NaN), so its weights are damaged: save or fetch it again")
-    return torch.cat([first[:-1], second[len(prompt) + 1 :]])
+    return torch.cat([logits_of_dropped[:-1], logits_of_kept[len(prompt) + 1 :]])
 
 
 @torch.inference_mode()

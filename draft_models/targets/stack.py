@@ -59,9 +59,9 @@ class _RowLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         stop = self.length + key_states.shape[2]
         if not self._buffers or stop > self._buffers[0].shape[2]:
-            slots, before = min(slots_of(stop), self.capacity), self._buffers
+            slots, old_buffers = min(slots_of(stop), self.capacity), self._buffers
             self._buffers = tuple(t.new_empty((*t.shape[:2], slots, t.shape[3])) for t in (key_states, value_states))
-            for buffer, state in zip(self._buffers, before, strict=False):
+            for buffer, state in zip(self._buffers, old_buffers, strict=False):
                 buffer[:, :, : self.length] = state[:, :, : self.length]
         for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
             buffer[:, :, self.length : stop] = new
@@ -195,11 +195,11 @@ class LayerStack(nn.Module):
         if positions <= self._reserved:
             return
         self._reserved = positions
-        like = torch.empty(1, positions, 0, dtype=self._rotary_dtype, device=self.device)
+        reference = torch.empty(1, positions, 0, dtype=self._rotary_dtype, device=self.device)
         # Only padding exceeds the limit; texts never do.
         position_ids = torch.arange(positions, device=self.device).clamp(max=context_limit(self.config) - 1)[None]
         for number, (module, table) in enumerate(zip(self._rotary, self.spec.tables, strict=True)):
-            cos, sin = module(like, position_ids=position_ids, **dict(table.options))
+            cos, sin = module(reference, position_ids=position_ids, **dict(table.options))
             setattr(self, f"cos{number}", cos[0])
             setattr(self, f"sin{number}", sin[0])
 
@@ -267,10 +267,10 @@ class LayerStack(nn.Module):
         self, tokens: Tensor, positions: Tensor, visible: Tensor, cache: RowCache, *, last_only: bool = False
     ) -> tuple[Tensor, Tensor]:
         """See `Target.rows`. A text from its beginning needs no mask unless a window cuts it."""
-        keys = torch.cat([torch.arange(visible.shape[1] - len(tokens), device=tokens.device), positions])
+        key_positions = torch.cat([torch.arange(visible.shape[1] - len(tokens), device=tokens.device), positions])
         masks: dict[int | None, Mask] = {}
         for window in set(self.windows):
-            seen = visible if window is None else visible & (keys > positions[:, None] - window)
+            seen = visible if window is None else visible & (key_positions > positions[:, None] - window)
             needs_no_mask = visible.shape[1] == len(tokens) and torch.equal(seen, visible)
             masks[window] = None if needs_no_mask else additive_mask(seen, self.dtype)
         self.reserve(int(positions.max()) + 1)

@@ -39,41 +39,41 @@ RowBlocks = tuple[QueryBlock, ...]  # all queries of a row, in order
 
 @dataclass(frozen=True)
 class Band:
-    """A causal mask that is never materialised as a whole: query i of row b sees exactly keys first[b, i] to i.
+    """A causal mask that is never materialised as a whole: query i of row b sees keys first_keys[b, i] to i.
 
     Attention materialises one block of queries after another. Example: the documents "a b c" and "d e" in one row are
-    first = [0, 0, 0, 3, 3] and, on a CPU, the blocks (0, 3, 0, 3, 3) and (3, 5, 3, 5, 5).
+    first_keys = [0, 0, 0, 3, 3] and, on a CPU, the blocks (0, 3, 0, 3, 3) and (3, 5, 3, 5, 5).
 
-    first: int64 [B or 1, T], ascending. blocks: those of each row, or one entry for all rows. front: the number of
+    first_keys: int64 [B or 1, T], ascending. blocks: those of each row, or one entry for all rows. front: the number of
     further keys before all these, which all queries see.
     """
 
     BLOCK: ClassVar[int] = 512  # queries per materialised block, at most
-    first: Tensor
+    first_keys: Tensor
     blocks: tuple[RowBlocks, ...]
     front: int = 0
 
     @classmethod
     def sliding(cls, positions: Tensor, window: int) -> "Band":
         """The mask of one text at `positions` 0, 1, …, T − 1 [T]; a token sees `window` tokens, itself included."""
-        first = [max(0, position - window + 1) for position in range(len(positions))]
-        return cls((positions - (window - 1)).clamp(min=0)[None], (cls.cut([0, len(positions)], first),))
+        first_keys = [max(0, position - window + 1) for position in range(len(positions))]
+        return cls((positions - (window - 1)).clamp(min=0)[None], (cls.cut([0, len(positions)], first_keys),))
 
     @classmethod
-    def cut(cls, ends: Sequence[int], first: Sequence[int]) -> RowBlocks:
-        """The blocks of a row that is cut at `ends`, 0, …, T; first [T] as above."""
+    def cut(cls, ends: Sequence[int], first_keys: Sequence[int]) -> RowBlocks:
+        """The blocks of a row that is cut at `ends`, 0, …, T; first_keys [T] as above."""
         blocks = []
         for start, stop in pairwise(ends):
             for begin in range(start, stop, cls.BLOCK):
                 end = min(begin + cls.BLOCK, stop)
-                blocks.append(QueryBlock(begin, end, first_key=first[begin], key_end=end, second_key=end))
+                blocks.append(QueryBlock(begin, end, first_key=first_keys[begin], key_end=end, second_key=end))
         return tuple(blocks)
 
     def block(self, block: QueryBlock) -> Tensor:
         """The mask of a block, bool [B or 1, 1, queries, front + keys]; True = attend."""
-        keys = torch.arange(block.first_key, block.end, device=self.first.device)  # [K]
+        keys = torch.arange(block.first_key, block.end, device=self.first_keys.device)  # [K]
         queries = keys[block.begin - block.first_key :, None]  # [Q, 1]
-        seen = (keys >= self.first[:, block.begin : block.end, None]) & (keys <= queries)  # [B or 1, Q, K]
+        seen = (keys >= self.first_keys[:, block.begin : block.end, None]) & (keys <= queries)  # [B or 1, Q, K]
         return F.pad(seen[:, None], (self.front, 0), value=True)
 
 

@@ -142,12 +142,12 @@ class TensorFiles:
 
     def digest(self, names: Iterable[str]) -> str:
         """A short hash of the first, middle and last row (or the scalar) of each named tensor."""
-        stored, digest = dict(self.open_stored(names)), hashlib.sha256()
-        for name in sorted(stored):
-            length = stored[name].shape[0] if stored[name].shape else 1
-            row = stored[name].nbytes // max(1, length)
-            ranges = [(max(0, index) * row, row) for index in sorted({0, length // 2, length - 1})]
-            for piece in stored[name].pieces(ranges):
+        stored_tensors, digest = dict(self.open_stored(names)), hashlib.sha256()
+        for name in sorted(stored_tensors):
+            row_count = stored_tensors[name].shape[0] if stored_tensors[name].shape else 1
+            row_bytes = stored_tensors[name].nbytes // max(1, row_count)
+            ranges = [(max(0, index) * row_bytes, row_bytes) for index in sorted({0, row_count // 2, row_count - 1})]
+            for piece in stored_tensors[name].pieces(ranges):
                 digest.update(name.encode())
                 digest.update(piece)
         return digest.hexdigest()[:16]
@@ -171,10 +171,10 @@ class TensorFiles:
     def _open_file(self, file: str, names: Iterable[str]) -> dict[str, Stored]:
         if self.original is not None:
             return {name: self._tensors[self._name_in_file(name)] for name in names}
-        stored = {name: self._name_in_file(name) for name in names}
+        name_in_file = {name: self._name_in_file(name) for name in names}
         elsewhere = (self._name_in_file(name) for name, source_file in self.file_of.items() if source_file != file)
-        file_tensors = SAFETENSORS.open_part(self.source, file, self._locate(file), stored.values(), elsewhere)
-        tensors = {name: file_tensors[stored[name]] for name in names}
+        file_tensors = SAFETENSORS.open_part(self.source, file, self._locate(file), name_in_file.values(), elsewhere)
+        tensors = {name: file_tensors[name_in_file[name]] for name in names}
         require_weights(self.source, tensors, self._locate(CONFIG_FILE))
         return tensors
 
@@ -256,9 +256,9 @@ def _hash_tensor(name: str, stored: Stored, full: bool) -> tuple[bytes, int]:
     return digest.digest(), bytes_read
 
 
-def _sample_ranges(size: int, full: bool) -> Iterator[tuple[int, int]]:
-    """(first byte, number of bytes) of the pieces to read of a tensor of `size` bytes. The last piece ends with it."""
-    if full or size <= _PIECES * _PIECE:
-        yield from ((at, min(_BLOCK, size - at)) for at in range(0, size, _BLOCK))
+def _sample_ranges(nbytes: int, full: bool) -> Iterator[tuple[int, int]]:
+    """(first byte, number of bytes) of the pieces to read of a tensor of `nbytes`. The last piece ends with it."""
+    if full or nbytes <= _PIECES * _PIECE:
+        yield from ((at, min(_BLOCK, nbytes - at)) for at in range(0, nbytes, _BLOCK))
     else:
-        yield from ((index * (size - _PIECE) // (_PIECES - 1), _PIECE) for index in range(_PIECES))
+        yield from ((index * (nbytes - _PIECE) // (_PIECES - 1), _PIECE) for index in range(_PIECES))

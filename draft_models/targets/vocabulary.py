@@ -69,13 +69,13 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def limit_rows(tokenizer: PreTrainedTokenizerBase, rows: int) -> PreTrainedTokenizerBase:
-    """`tokenizer`, for a model whose embedding has `rows` rows. No text may contain tokens without a row.
+def limit_rows(tokenizer: PreTrainedTokenizerBase, row_count: int) -> PreTrainedTokenizerBase:
+    """`tokenizer`, for an embedding of `row_count` rows. No text may contain tokens without a row.
 
     Fine-tuning often adds a token without a row, for padding. Raises `UserError` if such a token begins or ends every
     text.
     """
-    setattr(tokenizer, _ROWS, rows)
+    setattr(tokenizer, _ROWS, row_count)
     ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     require_rows([*tokenizer("a text")["input_ids"], *ends], tokenizer, f"{tokenizer.name_or_path}: any text")
     return tokenizer

@@ -37,21 +37,21 @@ _SIZES = {  # of a config, where it has them
 LLAMA = LlamaConfig(pad_token_id=0)
 
 
-def save_tiny_models(folder: Path, like: PreTrainedConfig | None = None) -> str:
+def save_tiny_models(folder: Path, base: PreTrainedConfig | None = None) -> str:
     """Write random models, always the same, to `folder`: `TARGET` and its drafters. Returns their architecture.
 
-    like: the config of a model whose architecture is used if it can be made tiny and run layer by layer; else, and for
+    base: the config of a model whose architecture is used if it can be made tiny and run layer by layer; else, and for
     None, it is a Llama's.
 
     `TARGET` and `SMALL_LM` are ordinary Hugging Face directories with the same tokenizer. `EARLY_EXIT` holds an early
     exit, `EAGLE3` an EAGLE-3 head, `TABLE` an n-gram table. Each drafter but the table has a calibration head.
     """
     transformers_logging.disable_progress_bar()
-    if like is not None:
+    if base is not None:
         try:
-            return _save_tiny_models(folder, shrink_config(like))
+            return _save_tiny_models(folder, shrink_config(base))
         except Exception as error:  # any error of an architecture for sizes that its authors did not expect
-            print(f"debug architecture={like.model_type} cannot be made tiny: {reason(error)}", flush=True)
+            print(f"debug architecture={base.model_type} cannot be made tiny: {reason(error)}", flush=True)
     return _save_tiny_models(folder, shrink_config(LLAMA))
 
 

@@ -116,11 +116,11 @@ def request_answers(
 
 def _prompts(config: AuditConfig, target: OpenTarget) -> dict[tuple[int, ...], str]:
     """The prompts' names by the ids of their first turns."""
-    names, tokenizer = {}, bind_arguments(target.tokenizer, config.chat_template_kwargs, config.template)
+    name_of_ids, tokenizer = {}, bind_arguments(target.tokenizer, config.chat_template_kwargs, config.template)
     for prompt in read_prompts(config.prompts, limit=config.num_prompts):
         ids = render_prompt(
             prompt.messages(prompt.turns[:1]), tokenizer, config.template if prompt.chat else "none",
             context=context_limit(target.config), where=f"prompt {prompt.id}",
         )  # fmt: skip
-        names[tuple(ids)] = prompt.id
-    return names
+        name_of_ids[tuple(ids)] = prompt.id
+    return name_of_ids

@@ -138,9 +138,9 @@ def judge_answers(
         for arm, lines in answers.items()
     }
     findings = {arm: judge_arm(arms[arm], lines, config.level) for arm, lines in answers.items()}
-    coins = torch.Generator().manual_seed(streams.number("power", bits=64))
+    generator = torch.Generator().manual_seed(streams.number("power", bits=64))
     simulated = {fault: join_draws(parts) for fault, parts in arms["answers"].simulated.items()}
-    return findings, {fault: tokens_needed(draws, config.level, coins) for fault, draws in simulated.items()}
+    return findings, {fault: tokens_needed(draws, config.level, generator) for fault, draws in simulated.items()}
 
 
 @torch.inference_mode()
@@ -153,14 +153,14 @@ def score_answers(
     """
     arm, rows = AuditArm(), max(1, LOGITS // model.config.get_text_config().vocab_size)
     for line, answer in track_progress(answers.items(), "reading", "answers"):
-        coins = torch.Generator().manual_seed(streams.number(line, bits=64))
+        generator = torch.Generator().manual_seed(streams.number(line, bits=64))
         for start in range(0, len(answer.output_ids), rows):
             prompt, text = [*answer.prompt_ids, *answer.output_ids[:start]], answer.output_ids[start : start + rows]
             part = AnswerPart(line, start, answer, make_reference(model, prompt, text))
             if answer.temperature == 0:
                 _add_greedy(arm, part)
             else:
-                _add_sampled(arm, part, coins, simulate=simulate)
+                _add_sampled(arm, part, generator, simulate=simulate)
     return arm
 
 
@@ -183,9 +183,9 @@ class AnswerPart:
         sampler = Sampler(answer or self.answer)
         if sampler.greedy and not sampler.reads_context:
             return logits  # in all of their precision
-        before = len(self.reference.prompt)
+        prompt_length = len(self.reference.prompt)
         text = torch.tensor([*self.reference.prompt, *self.reference.text], device=logits.device)
-        contexts = [text[: before + row] for row in range(len(logits))]
+        contexts = [text[: prompt_length + row] for row in range(len(logits))]
         return sampler.scores(logits, contexts if sampler.reads_context else None)
 
     def tokens_at(self, rows: Tensor, best: Tensor, off: Tensor) -> list[JudgedToken]:
@@ -210,21 +210,21 @@ def _add_greedy(arm: AuditArm, part: AnswerPart) -> None:
     arm.deviations.append(_deviation(len(best), off, int((stock_scores.argmax(-1) != best).sum())))
 
 
-def _add_sampled(arm: AuditArm, part: AnswerPart, coins: torch.Generator, *, simulate: bool) -> None:
+def _add_sampled(arm: AuditArm, part: AnswerPart, generator: torch.Generator, *, simulate: bool) -> None:
     """Add sampled tokens to `arm` as draws. A token that top_k, top_p or min_p exclude becomes an outlier. Its distance
     to the tokens that they keep is judged, as a greedy token's distance to the best."""
     scores, stock_scores = (part.scores(logits) for logits in (part.reference.logits, part.reference.stock_logits))
     support, best, tokens = scores.isfinite(), scores.argmax(-1), part.tokens
     inside, stock_outside = support.gather(-1, tokens)[:, 0], 0  # [t]; of transformers' logits, draws that are excluded
-    for batch in torch.arange(len(tokens), device=tokens.device).split(ROWS):
-        log_p, rounded = (side[batch].double().log_softmax(-1) for side in (scores, stock_scores))  # [rows, V]
-        ids = invert(rounded.exp(), torch.rand(len(batch), 1, dtype=torch.float64, generator=coins).to(log_p.device))
-        stock_outside += int((~support[batch].gather(-1, ids)).sum())
-        if not len(rows := batch[inside[batch]]):
+    for span in torch.arange(len(tokens), device=tokens.device).split(ROWS):
+        log_p, rounded = (side[span].double().log_softmax(-1) for side in (scores, stock_scores))  # [rows, V]
+        ids = invert(rounded.exp(), torch.rand(len(span), 1, dtype=torch.float64, generator=generator).to(log_p.device))
+        stock_outside += int((~support[span].gather(-1, ids)).sum())
+        if not len(rows := span[inside[span]]):
             continue
-        log_p, rounded = log_p[inside[batch]], rounded[inside[batch]]
+        log_p, rounded = log_p[inside[span]], rounded[inside[span]]
         tried = sum(len(draws.tail) for draws in next(iter(arm.simulated.values()), ()))
-        drawn, simulated = draws_of(log_p, rounded, tokens[rows, 0], coins, simulate=simulate and tried < SIMULATED)
+        drawn, simulated = draws_of(log_p, rounded, tokens[rows, 0], generator, simulate=simulate and tried < SIMULATED)
         arm.draws.append(drawn)
         arm.sampled += part.tokens_at(rows, best, drawn.tail)
         for fault, draws in simulated.items():
@@ -247,17 +247,17 @@ def measure_excess(config: SamplingConfig, scores: Tensor, tokens: Tensor, noise
     that are less than s better.
     """
     ordered = scores.double().sort(-1, descending=True).values
-    ahead = ordered - scores.double().gather(-1, tokens)
-    shifts = [torch.zeros_like(ahead[:, 0])]
+    lead = ordered - scores.double().gather(-1, tokens)
+    shifts = [torch.zeros_like(lead[:, 0])]
     if config.top_k:
-        ordered, ahead = ordered[:, : config.top_k], ahead[:, : config.top_k]
-        shifts.append(ahead[:, -1])
+        ordered, lead = ordered[:, : config.top_k], lead[:, : config.top_k]
+        shifts.append(lead[:, -1])
     if config.top_p < 1:
         p = ordered.softmax(-1)
         log_odds = (p.cumsum(-1) - p).clamp(0, 1).logit() - math.log(config.top_p / (1 - config.top_p))
-        shifts.append(torch.maximum(ahead, log_odds).amin(-1))
+        shifts.append(torch.maximum(lead, log_odds).amin(-1))
     if config.min_p:
-        shifts.append(ahead[:, 0] + math.log(config.min_p))
+        shifts.append(lead[:, 0] + math.log(config.min_p))
     return (torch.stack(shifts).amax(0) / noise).clamp(0, WORST)
 
 
@@ -270,15 +270,15 @@ def _deviation(positions: int, gaps: Tensor, stock_gaps: int) -> Deviation:
 
 def judge_arm(arm: AuditArm, answers: Mapping[int, ServedAnswer], level: float) -> Finding:
     choices, draws = judge_deviations(arm.deviations), join_draws(arm.draws) if arm.draws else None
-    first = [row for row, token in enumerate(arm.sampled) if token.position == 0]
-    chances = p_values(draws, first) if draws else {}
-    against = refute(chances, level)
+    first_rows = [row for row, token in enumerate(arm.sampled) if token.position == 0]
+    p_by_test = p_values(draws, first_rows) if draws else {}
+    failed_tests = refute(p_by_test, level)
     outliers = sorted(arm.outliers, key=lambda token: -token.off)
     unlikely = sorted(arm.sampled, key=lambda token: token.off)
-    at = [token for token in outliers if token.off > GAP]
-    if "unlikeliest" in against:
-        at += [token for token in unlikely if token.off * len(unlikely) <= level]
-    tests = (f"the drawn tokens fail the test `{name}` (p = {chances[name]:.1g})" for name in against)
+    faulty = [token for token in outliers if token.off > GAP]
+    if "unlikeliest" in failed_tests:
+        faulty += [token for token in unlikely if token.off * len(unlikely) <= level]
+    tests = (f"the drawn tokens fail the test `{name}` (p = {p_by_test[name]:.1g})" for name in failed_tests)
     numbers = {
         "answers": len(answers),
         "retokenised": sum(answer.retokenised for answer in answers.values()),
@@ -288,10 +288,10 @@ def judge_arm(arm: AuditArm, answers: Mapping[int, ServedAnswer], level: float) 
         "largest_gap": choices.largest_gap,
         "sampled_tokens": len(unlikely),
         "surprise": draws.surprise if draws else None,
-        **{f"p_of_{test}": chance for test, chance in chances.items()},
+        **{f"p_of_{test}": chance for test, chance in p_by_test.items()},
     }
     return Finding(
-        (*choices.faults, *tests), tuple(sorted(at)), numbers, tuple(outliers[:SHOWN]), tuple(unlikely[:SHOWN])
+        (*choices.faults, *tests), tuple(sorted(faulty)), numbers, tuple(outliers[:SHOWN]), tuple(unlikely[:SHOWN])
     )
 
 

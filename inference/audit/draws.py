@@ -73,7 +73,7 @@ def join_draws(parts: Sequence[Draws]) -> Draws:
 
 
 def draws_of(
-    log_p: Tensor, rounded: Tensor, tokens: Tensor, coins: torch.Generator, *, simulate: bool = True
+    log_p: Tensor, rounded: Tensor, tokens: Tensor, generator: torch.Generator, *, simulate: bool = True
 ) -> tuple[Draws, dict[str, Draws]]:
     """The tokens [n] as draws from log_p float64 [n, V]; with `simulate` also draws of servers with a fault, by fault.
 
@@ -89,7 +89,7 @@ def draws_of(
     def columns_of(ranks: Tensor) -> list[Tensor]:
         """u [n, k, 2], tail [n, k] and score [n, k] of the tokens with `ranks` [n, k] by likelihood."""
         tail, mass = tails.gather(-1, ranks), p.gather(-1, ranks)
-        part = mass * torch.rand(ranks.shape, dtype=torch.float64, generator=coins).to(p.device)
+        part = mass * torch.rand(ranks.shape, dtype=torch.float64, generator=generator).to(p.device)
         u = torch.stack([1 - tail + part, up_to_id.gather(-1, ranks) - mass + part], -1).clamp(0, 1)
         return [column.cpu() for column in (u, tail, scores.gather(-1, ranks))]
 
@@ -100,8 +100,8 @@ def draws_of(
     drawn = Draws(*(column[:, 0] for column in columns_of(ranks)), *moments)
     if not simulate:
         return drawn, {}
-    chances = torch.rand(len(p), COPIES, dtype=torch.float64, generator=coins).to(p.device)
-    return drawn, {name: Draws(*columns_of(invert(faulty, chances)), *moments) for name, faulty in _faults(p).items()}
+    uniforms = torch.rand(len(p), COPIES, dtype=torch.float64, generator=generator).to(p.device)
+    return drawn, {name: Draws(*columns_of(invert(faulty, uniforms)), *moments) for name, faulty in _faults(p).items()}
 
 
 def _cumulants(p: Tensor, entropy: Tensor) -> Tensor:
@@ -127,8 +127,8 @@ def _faults(p: Tensor) -> dict[str, Tensor]:
     }
 
 
-def p_values(draws: Draws, first: Sequence[int] = ()) -> dict[str, float]:
-    """By test, a bound on the probability of draws as unusual as these. first: rows of the answers' first tokens."""
+def p_values(draws: Draws, first_rows: Sequence[int] = ()) -> dict[str, float]:
+    """By test, a bound on the probability of draws as unusual as these. first_rows: of the answers' first tokens."""
     n, u = len(draws.u), draws.u.sort(0).values  # [n, 2]
     steps, centred = (torch.arange(n + 1) / n)[:, None], draws.u - 0.5
     distance = float(torch.maximum(steps[1:] - u, u - steps[:-1]).max())
@@ -142,7 +142,7 @@ def p_values(draws: Draws, first: Sequence[int] = ()) -> dict[str, float]:
         "independent": min(1.0, ORDERS * math.erfc(correlation / math.sqrt(2))),
         "surprise": math.exp(min(0.0, math.log(len(LAMBDAS)) - float(growth.logsumexp(0)))),
         "unlikeliest": min(1.0, n * float(draws.tail.min())),
-        "beginning": combine_u(draws.u[[*first], 0]),
+        "beginning": combine_u(draws.u[[*first_rows], 0]),
     }
 
 
@@ -152,28 +152,28 @@ def combine_u(u: Tensor) -> float:
     return float(torch.special.gammaincc(score.new_tensor(len(u)), score)) if len(u) else 1.0
 
 
-def refute(chances: Mapping[str, float], level: float) -> list[str]:
+def refute(p_by_test: Mapping[str, float], level: float) -> list[str]:
     """The tests that refuse, by Holm's correction: the probability that any refuses by chance is at most `level`."""
-    ordered = sorted(chances, key=chances.__getitem__)
-    refusals = [chances[name] <= level / (len(ordered) - rank) for rank, name in enumerate(ordered)]
+    ordered = sorted(p_by_test, key=p_by_test.__getitem__)
+    refusals = [p_by_test[name] <= level / (len(ordered) - rank) for rank, name in enumerate(ordered)]
     return ordered[: [*refusals, False].index(False)]
 
 
-def tokens_needed(simulated: Draws, level: float, coins: torch.Generator) -> int | None:
+def tokens_needed(simulated: Draws, level: float, generator: torch.Generator) -> int | None:
     """The number of tokens (a power of two) with which 9 of 10 audits refuse this fault; None: more than are tried."""
-    size = FEWEST
-    while size <= min(MOST, LARGER * len(simulated.tail)):
+    token_count = FEWEST
+    while token_count <= min(MOST, LARGER * len(simulated.tail)):
         detections = tries = 0
         while tries - detections <= RUNS - ENOUGH and tries < RUNS:
-            chances = p_values(_sample(simulated, size, coins))
-            detections, tries = detections + bool(refute(chances, level)), tries + 1
+            p_by_test = p_values(_sample(simulated, token_count, generator))
+            detections, tries = detections + bool(refute(p_by_test, level)), tries + 1
         if detections >= ENOUGH:
-            return size
-        size *= 2
+            return token_count
+        token_count *= 2
     return None
 
 
-def _sample(simulated: Draws, size: int, coins: torch.Generator) -> Draws:
-    """`size` of the simulated tokens, drawn with replacement, of each one copy."""
-    rows, copies = (torch.randint(most, (size,), generator=coins) for most in simulated.tail.shape)
+def _sample(simulated: Draws, token_count: int, generator: torch.Generator) -> Draws:
+    """`token_count` of the simulated tokens, drawn with replacement, of each one copy."""
+    rows, copies = (torch.randint(size, (token_count,), generator=generator) for size in simulated.tail.shape)
     return Draws(*(column[rows, copies] for column in simulated[:3]), *(column[rows] for column in simulated[3:]))

@@ -83,23 +83,23 @@ class Generator:
         half = len(prompts) // 2
         return self.answer(prompts[:half], draws[:half]) + self.answer(prompts[half:], draws[half:])
 
-    def converse(self, prompts: Sequence[Sequence[int]], draws: Sequence[Tensor], after: After) -> None:
-        """`answer` for layers. When an answer ends, `after` gets it, and the prompt that it returns joins the batch."""
+    def converse(self, prompts: Sequence[Sequence[int]], draws: Sequence[Tensor], on_answer: After) -> None:
+        """`answer` for layers. When an answer ends, `on_answer` gets it. The prompt that it returns joins the batch."""
         stage, pace = Stage(f"a batch of {len(prompts)}", 0, "tokens at most"), self._pace()
         with closing(Batch()) as batch, stage:
 
             def begin(index: int, prompt: Sequence[int], numbers: Tensor) -> None:
                 assert isinstance(self.model, LayerStack)
-                selector, most = _Continuation(self, numbers), len(numbers)
-                stage.total = (stage.total or 0) + most
+                selector, max_new_tokens = _Continuation(self, numbers), len(numbers)
+                stage.total = (stage.total or 0) + max_new_tokens
                 rounds = autoregressive(
-                    self.model, prompt, max_new_tokens=most, eos=self.eos, selector=selector, runtime=batch
+                    self.model, prompt, max_new_tokens=max_new_tokens, eos=self.eos, selector=selector, runtime=batch
                 )
                 batch.add(BatchText(rounds, lambda _: stage.advance(), partial(end, index, selector)))
 
             def end(index: int, selector: _Continuation, error: Exception | None) -> None:
                 stage.total = (stage.total or 0) - (len(selector.numbers) - len(selector.tokens))  # those it never had
-                following = after(index, selector.finish(error))
+                following = on_answer(index, selector.finish(error))
                 if following is not None:
                     begin(index, *following)
 
@@ -123,9 +123,9 @@ class Generator:
         def rows_that_fit(rows: int, tokens: float, total: float) -> int:
             if seconds == math.inf or (step := next(steps)) < _FIRST or step & (step - 1):  # is no power of two
                 return rows
-            ahead = self.seconds_left()
-            due = (seconds - ahead) / max(1, tokens) * (total - tokens)
-            count = rows if due <= _SLOWER * ahead else int(rows * ahead / due)
+            seconds_now = self.seconds_left()
+            seconds_due = (seconds - seconds_now) / max(1, tokens) * (total - tokens)
+            count = rows if seconds_due <= _SLOWER * seconds_now else int(rows * seconds_now / seconds_due)
             return min(rows, max(self._smallest_batch, count))
 
         return rows_that_fit

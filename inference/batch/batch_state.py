@@ -159,11 +159,11 @@ class FixedBatch:
 
     def _step(self) -> None:
         config = self._forward.model.config
-        before, config._attn_implementation = config._attn_implementation, _GROUPED
+        old_attention, config._attn_implementation = config._attn_implementation, _GROUPED
         try:
             self._logits = self._forward(self._tokens, self._mask, self._positions, self._cache)
         finally:
-            config._attn_implementation = before
+            config._attn_implementation = old_attention
 
     def _capture(self) -> torch.cuda.CUDAGraph | None:
         if self._pool is None:
@@ -176,8 +176,8 @@ class FixedBatch:
         except RuntimeError as error:
             self._pool = None
             name = type(self._forward.model).__name__
-            first = str(error).strip().splitlines()[0]
-            warnings.warn(f"{name} cannot be captured as a CUDA graph, so answering is slower: {first}", stacklevel=2)
+            cause = str(error).strip().splitlines()[0]
+            warnings.warn(f"{name} cannot be captured as a CUDA graph, so answering is slower: {cause}", stacklevel=2)
             return None
 
 

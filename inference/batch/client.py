@@ -35,10 +35,10 @@ def read_json(response: httpx.Response) -> Any:
 
 def bounded_parts(response: httpx.Response) -> Iterator[bytes]:
     """The parts of a reply as they come. Raises `UserError` for one that is too long."""
-    size = 0
+    bytes_read = 0
     for part in response.iter_raw():
-        size += len(part)
-        if size > MOST_BYTES:
+        bytes_read += len(part)
+        if bytes_read > MOST_BYTES:
             raise UserError(f"more than {MOST_BYTES} bytes")
         yield part
 
@@ -78,17 +78,17 @@ class Client:
             with self._http.stream("GET" if body is None else "POST", f"{self.url}{path}", json=body) as response:
                 if response.is_success:
                     return read(response)
-                code, words = response.status_code, next(response.iter_raw(_SHOWN), b"").decode("utf-8", "replace")
-                after = response.headers.get("Retry-After", "")
+                code, message = response.status_code, next(response.iter_raw(_SHOWN), b"").decode("utf-8", "replace")
+                retry_after = response.headers.get("Retry-After", "")
         except ReplyError:
             raise
         except Exception as error:  # a reply may be anything
             cause = reason(error) if isinstance(error, UserError) else f"{type(error).__name__}: {reason(error)}"
             raise ReplyError(f"{path} gave no reply that can be read ({cause})") from None
-        refusal = f"{path} answered {code}: {words.strip()}"
+        refusal = f"{path} answered {code}: {message.strip()}"
         if code in (401, 403, 404):
             raise UserError(f"{self.label}: {refusal}; check URL, model, OPENAI_API_KEY")
-        wait = float(after) if after.isdecimal() and after.isascii() else None
+        wait = float(retry_after) if retry_after.isdecimal() and retry_after.isascii() else None
         raise ReplyError(refusal, retry=code in (408, 429) or code >= 500, wait=wait)
 
     def retry(self, make: Callable[[], Reply], retries: int | None = None) -> Reply:

@@ -82,17 +82,17 @@ def _write_texts(config: PromptsConfig, target: OpenTarget, folder: Path, state:
 def _extract_prompts(config: PromptsConfig, target: OpenTarget, folder: Path) -> list[Prompt]:
     """The prompts in the texts, by number. A user's turn ends by itself; the beginning of a document ends anywhere."""
     prompts, tokenizer = list[Prompt](), bind_arguments(target.tokenizer, config.chat_template_kwargs)
-    start, after = around_question(tokenizer, config.template)
+    question_start, turn_end = around_question(tokenizer, config.template)
     special = [token.content for token in target.tokenizer.added_tokens_decoder.values() if token.special]
     records = [response.record for shard in list_shards(folder) for response in read_shard(shard)]
     for record in sorted(records, key=lambda record: str(record["id"])):
-        ids, ended = record["written"]["documents"][0]["ids"][len(start) :], record["finish"] == "end"
+        ids, ended = record["written"]["documents"][0]["ids"][len(question_start) :], record["finish"] == "end"
         turn = str(target.tokenizer.decode(ids[: len(ids) - ended], clean_up_tokenization_spaces=False))
-        text = (turn.partition(after)[0] if after else turn.rstrip("\ufffd")).strip()
-        is_complete = ended or not after or after in turn
+        text = (turn.partition(turn_end)[0] if turn_end else turn.rstrip("\ufffd")).strip()
+        is_complete = ended or not turn_end or turn_end in turn
         if len(text) >= _SHORTEST and is_complete and not any(mark in text for mark in special):
             name = hashlib.sha256(json.dumps([text]).encode()).hexdigest()[:16]
-            prompts.append(Prompt(name, "own", (text,), bool(after)))
+            prompts.append(Prompt(name, "own", (text,), bool(turn_end)))
     return prompts
 
 

@@ -31,8 +31,8 @@ from outrider.inference.batch.tasks import Answer, TopK
 RETOKENISED = "retokenised"  # the failure of a text without token ids whose tokenisation has another length
 _STREAMED = {"stream": True, "stream_options": {"include_usage": True}, "logprobs": None}  # log-probabilities take time
 _FAILED_SHARE, _FAILED_FEW = 0.1, 3  # a run stops above this share of failed prompts, once more than this number failed
-_WITHIN, _BETWEEN = 1e-3, 0.1  # tolerance of a log-probability in nats, within a reply and between two replies
-_WHAT = "log-probabilities that are not those of its tokens"
+_WITHIN_REPLY, _BETWEEN_REPLIES = 1e-3, 0.1  # tolerances of a log-probability, in nats
+_WRONG_LOGPROBS = "log-probabilities that are not those of its tokens"
 Json = Mapping[str, Any]
 Streamed = tuple[Answer, list[tuple[int, ...]], list[float], Json]  # answer, steps, times of request and steps, reply
 
@@ -81,7 +81,7 @@ class TargetServer:
     def answer(self, prompts: Sequence[Sequence[int]], draws: Sequence[Tensor]) -> list[Answer]:
         """Continue each prompt by at most as many tokens as it has `draws`; the first draw determines its seed."""
         with ThreadPoolExecutor(self.config.concurrency) as pool:
-            jobs = [pool.submit(self._answer, list(prompt), row) for prompt, row in zip(prompts, draws, strict=True)]
+            jobs = [pool.submit(self._answer, list(ids), numbers) for ids, numbers in zip(prompts, draws, strict=True)]
             try:
                 answers = [job.result() for job in jobs]
             except BaseException:
@@ -96,17 +96,17 @@ class TargetServer:
             )
         return [answer for _, answer in answers]
 
-    def stream(self, prompt: list[int], count: int, seed: int, **more: object) -> Streamed:
-        """At most `count` tokens after the prompt, by one request, as it is timed. more: fields of the request.
+    def stream(self, prompt: list[int], count: int, seed: int, **further_fields: object) -> Streamed:
+        """At most `count` tokens after the prompt, by one request, as it is timed. further_fields: of the request.
 
         A step is a chunk of the stream, or a round that llama.cpp tells. Without token ids there are two steps, the
         first chunk and the rest. Raises `UserError`.
         """
-        body = {**self._body(prompt, count, seed, greedy=self.config.temperature == 0), **_STREAMED, **more}
+        body = {**self._body(prompt, count, seed, greedy=self.config.temperature == 0), **_STREAMED, **further_fields}
         begun = time.perf_counter()
         try:
-            read = partial(self._read_stream, prompt=prompt, count=count)
-            chunks, reply, answer = self.client.fetch("/v1/completions", body, read)
+            read_reply = partial(self._read_stream, prompt=prompt, count=count)
+            chunks, reply, answer = self.client.fetch("/v1/completions", body, read_reply)
             if not answer.tokens:
                 raise ReplyError(f"it says nothing after a prompt of {len(prompt)} tokens")
         except ReplyError as error:
@@ -140,14 +140,14 @@ class TargetServer:
         retries = min(2, self.config.server_retries)
         listed: Json = self.client.retry(lambda: self.client.fetch("/v1/models"), retries)
         try:
-            lengths = {str(entry["id"]): int(entry.get("max_model_len") or context) for entry in listed["data"]}
+            contexts = {str(entry["id"]): int(entry.get("max_model_len") or context) for entry in listed["data"]}
             self.owner = str(listed["data"][0].get("owned_by") or "server")
         except (LookupError, TypeError, AttributeError, ValueError, OverflowError):
-            lengths = {}
-        model = self.config.server_model or next(iter(lengths), None)
-        if model not in lengths or lengths[model] < 1:
-            raise ReplyError(f"/v1/models lists {', '.join(lengths) or 'no model'}, not server_model={model}")
-        return model, min(context, lengths[model])
+            contexts = {}
+        model = self.config.server_model or next(iter(contexts), None)
+        if model not in contexts or contexts[model] < 1:
+            raise ReplyError(f"/v1/models lists {', '.join(contexts) or 'no model'}, not server_model={model}")
+        return model, min(context, contexts[model])
 
     def _try_out(self) -> None:
         """Send the run's kinds of requests once. Raises `ReplyError` for a server that lacks what the run needs."""
@@ -158,7 +158,7 @@ class TargetServer:
             return
         sampled = self._ask(prompt, 1, seed=0, greedy=False).top
         assert sampled is not None
-        if not torch.allclose(plain.logprobs[0], sampled.logprobs[0], atol=_BETWEEN):
+        if not torch.allclose(plain.logprobs[0], sampled.logprobs[0], atol=_BETWEEN_REPLIES):
             raise ReplyError(
                 "its log-probabilities are those after temperature, top_k and top_p, and the target's own are needed "
                 "(vLLM: --logprobs-mode raw_logprobs); or sample with temperature=1 top_k=0 top_p=1"
@@ -167,12 +167,12 @@ class TargetServer:
     def _answer(self, prompt: list[int], draws: Tensor) -> tuple[ReplyError | None, Answer]:
         """(error or None, answer): a greedy request, then a sampled one that continues it."""
         budget, seed = len(draws), int(draws[0] * 2**31)
-        greedy = budget if self.config.temperature == 0 else min(self.config.greedy_tokens, budget)
+        greedy_count = budget if self.config.temperature == 0 else min(self.config.greedy_tokens, budget)
         try:
-            first = self._ask(prompt, greedy, seed, greedy=True) if greedy else Answer()
-            if first.ended or greedy == budget:
+            first = self._ask(prompt, greedy_count, seed, greedy=True) if greedy_count else Answer()
+            if first.ended or greedy_count == budget:
                 return None, first
-            second = self._ask([*prompt, *first.tokens], budget - greedy, seed, greedy=False)
+            second = self._ask([*prompt, *first.tokens], budget - greedy_count, seed, greedy=False)
         except ReplyError as error:
             return error, Answer(failure=error.failure)
         top = second.top if first.top is None or second.top is None else first.top.then(second.top)
@@ -268,21 +268,21 @@ def read_stream(response: httpx.Response) -> tuple[list[tuple[float, Json]], Jso
     joint |= {"text": "".join(choice.get("text") or "" for _, choice in choices), "logprobs": None}
     joint["token_ids"] = [token for _, choice in choices for token in choice.get("token_ids") or ()]
     reply = {key: value for _, chunk in chunks for key, value in chunk.items() if value is not None}
-    came = [(when, choice) for when, choice in choices if choice.get("token_ids") or choice.get("text")]
+    timed_choices = [(when, choice) for when, choice in choices if choice.get("token_ids") or choice.get("text")]
     timings = [(when, timing) for when, chunk in chunks if isinstance(timing := chunk.get("timings"), dict)]
-    return came or choices[-1:], {**reply, "choices": [joint], "timings": timings}
+    return timed_choices or choices[-1:], {**reply, "choices": [joint], "timings": timings}
 
 
 def rounds_of_timings(timings: Sequence[tuple[float, Json]], count: int, setting: str) -> list[tuple[float, int]]:
     """When each round ended, and after how many tokens of at most `count`, by the totals in llama.cpp's chunks; empty
     if only the last chunk has them. A round's tokens are the accepted ones and one more. Raises `UserError`."""
-    rows = [[timing.get(key, 0) for key in ("predicted_n", "draft_n_accepted")] for _, timing in timings]
-    ends, before = [(0.0, 0)], 0
-    totals = construct(list[tuple[int, int]], rows, f"{setting}: timings")
+    counts_of_chunks = [[timing.get(key, 0) for key in ("predicted_n", "draft_n_accepted")] for _, timing in timings]
+    ends, earlier_accepted = [(0.0, 0)], 0
+    totals = construct(list[tuple[int, int]], counts_of_chunks, f"{setting}: timings")
     for (when, _), (predicted, accepted) in zip(timings, totals, strict=False):
         while min(predicted, count) > ends[-1][1]:
-            ends.append((when, ends[-1][1] + 1 + max(0, accepted - before)))
-            before = accepted
+            ends.append((when, ends[-1][1] + 1 + max(0, accepted - earlier_accepted)))
+            earlier_accepted = accepted
     return ends[1:] if len(timings) > 1 else []
 
 
@@ -300,10 +300,10 @@ def read_rows(logprobs: Json | None) -> list[TokenRow] | None:
     if any(token is None or any(candidate is None for candidate, _ in top) for token, _, top in entries):
         return None
     rows = [TokenRow(token, float(logprob), dict(top)) for token, logprob, top in entries]
-    if not all(value <= _WITHIN for row in rows for value in (row.logprob, *row.top.values())):  # nor is a NaN
+    if not all(value <= _WITHIN_REPLY for row in rows for value in (row.logprob, *row.top.values())):  # nor is a NaN
         raise ReplyError("log-probabilities above 0")
     if "content" not in logprobs and any(row.token not in row.top for row in rows):  # the API always lists it
-        raise ReplyError(_WHAT)
+        raise ReplyError(_WRONG_LOGPROBS)
     return rows
 
 
@@ -319,9 +319,9 @@ def check_rows(rows: Sequence[TokenRow], tokens: Sequence[int], *, greedy: bool)
     for row in rows:
         values = row.top.values()
         expected = row.top.get(row.token, min(row.logprob, min(values)))
-        shifted = abs(row.logprob - expected) > _WITHIN or (greedy and row.logprob < max(values) - _WITHIN)
-        if shifted or sum(map(math.exp, values)) > 1 + _WITHIN:
-            raise ReplyError(_WHAT)
+        shifted = abs(row.logprob - expected) > _WITHIN_REPLY or (greedy and row.logprob < max(values) - _WITHIN_REPLY)
+        if shifted or sum(map(math.exp, values)) > 1 + _WITHIN_REPLY:
+            raise ReplyError(_WRONG_LOGPROBS)
 
 
 def top_of(rows: Sequence[TokenRow], tokens: Sequence[int], k: int) -> TopK:

@@ -159,13 +159,13 @@ def _to_task(record: Record, data: DataConfig, config: GenerateConfig, tokenizer
         return Task(identity, record["id"], data.template, ids, problem=problem)
     system, turns = system_and_questions(record["messages"])
     turns = turns[: 1 if config.turns == "first" else None]
-    first, problem = [*system, *turns[:1]], "" if turns else "no_question"
+    first_messages, problem = [*system, *turns[:1]], "" if turns else "no_question"
     if uses_tools(record["messages"]):
         problem = "tools"  # the target does not write a tool's results
     elif data.template == "none" and turns:  # a text to continue: the answer is its continuation, letter by letter
-        return Task(prompt_id(first), record["id"], data.template, [], bare=first)
+        return Task(prompt_id(first_messages), record["id"], data.template, [], bare=first_messages)
     identity = prompt_id([*system, *turns])
-    return Task(identity, record["id"], data.template, [], first, upcoming=turns[1:], problem=problem)
+    return Task(identity, record["id"], data.template, [], first_messages, upcoming=turns[1:], problem=problem)
 
 
 def render_task(task: Task, tokenizer: PreTrainedTokenizerBase, context: int) -> None:
@@ -182,20 +182,20 @@ def render_task(task: Task, tokenizer: PreTrainedTokenizerBase, context: int) ->
 
 def describe_first(config: GenerateConfig, answered: int, prompts: int, tokens: int, seconds: float) -> str:
     """An estimate of the time of all prompts, from a first batch of `answered` prompts, its `tokens` and `seconds`."""
-    factor = prompts / answered
+    batch_count = prompts / answered
     facts = f"responses first_batch={answered}/{prompts} tokens_per_s={tokens / seconds:.0f}"
-    duration = format_seconds(factor * seconds)
-    return f"{facts} all_tokens={factor * tokens:.0f} all_take='{duration}': {describe_limit(config)}"
+    duration = format_seconds(batch_count * seconds)
+    return f"{facts} all_tokens={batch_count * tokens:.0f} all_take='{duration}': {describe_limit(config)}"
 
 
 def describe_texts(tasks: Sequence[Task], answered: int) -> str:
     """A warning if texts of `tasks` give other tokens than the target wrote, else ""; answered: prompts so far."""
-    again, different = sum(task.retokenised for task in tasks), [task for task in tasks if task.difference]
-    lines = [f"retokenised={again}/{answered}, as the server gives no token ids"] * bool(again)
+    retokenised_count, different = sum(task.retokenised for task in tasks), [task for task in tasks if task.difference]
+    lines = [f"retokenised={retokenised_count}/{answered}, as the server gives no token ids"] * bool(retokenised_count)
     if different:
         what = "tokenising the text gives other tokens than the target wrote; training uses the target's; first"
-        first = different[0]
-        lines.append(f"text_differs={len(different)}/{answered}: {what} {first.source}, {first.difference}")
+        first_task = different[0]
+        lines.append(f"text_differs={len(different)}/{answered}: {what} {first_task.source}, {first_task.difference}")
     return "\n".join(f"responses {line}" for line in lines)
 
 

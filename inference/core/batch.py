@@ -123,8 +123,8 @@ def run_jointly(requests: list[PassRequest]) -> list[Outcome]:
         outputs = first.pass_(torch.cat([request.x for request in requests], dim=min(first.x.dim() - 1, 1)), view)
     if outputs is None:  # outside the handler: its traceback holds the pass's tensors
         return run_jointly(requests[:half]) + run_jointly(requests[half:])
-    rows, last = view.cache.rows, [request.view.logit_count for request in requests]
-    parts = [output.split(rows if output.shape[1] == sum(rows) else last, dim=1) for output in outputs]
+    rows, logit_counts = view.cache.rows, [request.view.logit_count for request in requests]
+    parts = [output.split(rows if output.shape[1] == sum(rows) else logit_counts, dim=1) for output in outputs]
     return list(zip(*parts, strict=True))
 
 
@@ -218,16 +218,16 @@ class Batch(Runtime):
             self._resume(text)
         drafting = [text for text in self.texts if text.waits is not None and not text.waits.ends_round]
         self.rounds += not drafting
-        groups: dict[Hashable, list[BatchText]] = {}
+        texts_by_pass: dict[Hashable, list[BatchText]] = {}
         for text in drafting or self.texts:
             if text.waits is not None:
-                groups.setdefault(text.waits.kind, []).append(text)
-        for group in groups.values():
+                texts_by_pass.setdefault(text.waits.kind, []).append(text)
+        for texts_of_pass in texts_by_pass.values():
             try:
-                outcomes = run_jointly([text.waits for text in group if text.waits is not None])
+                outcomes = run_jointly([text.waits for text in texts_of_pass if text.waits is not None])
             except Exception as error:
-                outcomes = [error for _ in group]
-            for text, outcome in zip(group, outcomes, strict=True):
+                outcomes = [error for _ in texts_of_pass]
+            for text, outcome in zip(texts_of_pass, outcomes, strict=True):
                 self._resume(text, outcome)
 
     def _resume(self, text: BatchText, *outcome: Outcome) -> None:
@@ -274,11 +274,11 @@ def _wait(yielding: bool, kind: tuple[int, int, str], pass_: Pass, x: Tensor, vi
 
     The pass over a prompt runs here too, by itself. yielding: see `Batch`.
     """
-    above = getcurrent().parent
-    if above is not None and view.layout.base:
-        outputs: tuple[Tensor, ...] = above.switch(PassRequest(kind, pass_, x, view))
+    caller = getcurrent().parent
+    if caller is not None and view.layout.base:
+        outputs: tuple[Tensor, ...] = caller.switch(PassRequest(kind, pass_, x, view))
         return outputs
-    if above is not None and yielding and view.layout.stop > PIECE:
+    if caller is not None and yielding and view.layout.stop > PIECE:
         view.cache = cast("KVCache", _BetweenLayers(view.cache))
     return pass_(x, view)
 

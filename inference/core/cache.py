@@ -67,8 +67,8 @@ class KVCache:
     def _grow(self, positions: int) -> None:
         """Move every layer to buffers with slots for so many positions."""
         self.slots = min(slots_of(positions), self.capacity)
-        before, self._buffer, self._views, self._separate = self._views, None, {}, []
-        for layer, states in before.items():
+        old_views, self._buffer, self._views, self._separate = self._views, None, {}, []
+        for layer, states in old_views.items():
             for buffer, state in zip(self._allocate(*states, layer), states, strict=True):
                 buffer[:, :, : state.shape[2]] = state
 
@@ -77,14 +77,14 @@ class KVCache:
 
         Filled with zeros, as masked values must be finite.
         """
-        shape, of_values = ((1, t.shape[1], self.slots, t.shape[3]) for t in (key, value))
+        key_shape, value_shape = ((1, t.shape[1], self.slots, t.shape[3]) for t in (key, value))
         if self._buffer is None:
-            self._buffer = key.new_zeros((len(self.layers), 2, *shape[1:]))
-        if shape == of_values and shape[1:] == self._buffer.shape[2:]:
+            self._buffer = key.new_zeros((len(self.layers), 2, *key_shape[1:]))
+        if key_shape == value_shape and key_shape[1:] == self._buffer.shape[2:]:
             states = self._buffer[layer_idx - self.layers.start]
             self._views[layer_idx] = (states[0, None], states[1, None])
         else:
-            self._views[layer_idx] = (key.new_zeros(shape), value.new_zeros(of_values))
+            self._views[layer_idx] = (key.new_zeros(key_shape), value.new_zeros(value_shape))
             self._separate += self._views[layer_idx]
         return self._views[layer_idx]
 
@@ -109,9 +109,9 @@ class KVCache:
         """
         unmoved = next((index for index, row in enumerate(rows) if row != index), len(rows))
         if unmoved < len(rows) and self._buffer is not None:
-            chosen = torch.tensor(rows[unmoved:], device=self._buffer.device) + base
+            moved_slots = torch.tensor(rows[unmoved:], device=self._buffer.device) + base
             for buffer in self._all():
-                buffer[..., base + unmoved : base + len(rows), :] = buffer.index_select(-2, chosen)
+                buffer[..., base + unmoved : base + len(rows), :] = buffer.index_select(-2, moved_slots)
         stop = base + len(rows)
         if self.clean and stop < self.length:
             for buffer in self._all():

@@ -20,11 +20,11 @@ TRIED, CANDIDATE, CHOSEN = "nodes_tried", "accepted_candidate_", "chosen_"  # na
 class Sizes(Protocol):
     """Chooses how many nodes to submit, round by round.
 
-    most: the largest choice. A draft is given as parents (−1: the root), int64 [n], parents before children, and path
-    probabilities, float64 [n], descending. totals: see `Structure.totals`.
+    max_nodes: the largest choice. A draft is given as parents (−1: the root), int64 [n], parents before children, and
+    path probabilities, float64 [n], descending. totals: see `Structure.totals`.
     """
 
-    most: int
+    max_nodes: int
     totals: Counter[str]
 
     def search_size(self) -> int:
@@ -55,11 +55,11 @@ class Stopwatch:
 
     def begin(self, part: str) -> str:
         """Begin `part`, which ends the running part; returns the name of the ended part."""
-        time, ended = self._clock(), self._part
-        if ended in self.parts:
-            self.parts[ended] += time - self._since
+        time, ended_part = self._clock(), self._part
+        if ended_part in self.parts:
+            self.parts[ended_part] += time - self._since
         self._since, self._part = time, part
-        return ended
+        return ended_part
 
 
 class Drafter(ABC):

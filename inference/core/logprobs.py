@@ -61,6 +61,6 @@ class ScoringSelector(TokenSelector):
         if not 0 <= tokens[-1] < logits.shape[-1]:  # not finite: verified again without the draft, or refused
             return
         logprobs = logits.float().log_softmax(-1)
-        values, ids = logprobs.topk(self._top, -1)
-        for score, row, names in zip(logprobs[range(len(tokens)), tokens], values.tolist(), ids.tolist(), strict=True):
-            self._queue.append(TokenScores(float(score), dict(zip(names, row, strict=True))))
+        top, ids = logprobs.topk(self._top, -1)
+        for score, row, top_ids in zip(logprobs[range(len(tokens)), tokens], top.tolist(), ids.tolist(), strict=True):
+            self._queue.append(TokenScores(float(score), dict(zip(top_ids, row, strict=True))))

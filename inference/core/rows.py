@@ -45,32 +45,32 @@ class RowLayout:
         None if attention needs no mask: one query, or causal attention over an empty cache; a `Band` for a sliding
         window over a long text from position 0.
         """
-        past, keys = self.base + self.start, self.base + self.stop
-        unmasked = self.is_chain and (keys - past == 1 or past == 0)
-        effective = {window: window if window is not None and window < keys else None for window in windows}
+        first_position, key_count = self.base + self.start, self.base + self.stop
+        unmasked = self.is_chain and (key_count - first_position == 1 or first_position == 0)
+        effective = {window: window if window is not None and window < key_count else None for window in windows}
         masks = {w: None if unmasked and w is None else self._mask(w, device, dtype) for w in {*effective.values()}}
         return {window: masks[w] for window, w in effective.items()}
 
     def _mask(self, window: int | None, device: torch.device, dtype: torch.dtype) -> Tensor | Band:
-        past, keys = self.base + self.start, self.base + self.stop
-        if self.is_chain and past == 0 and window is not None and keys > Band.BLOCK:
-            return Band.sliding(torch.arange(keys, device=device), window)
+        first_position, key_count = self.base + self.start, self.base + self.stop
+        if self.is_chain and first_position == 0 and window is not None and key_count > Band.BLOCK:
+            return Band.sliding(torch.arange(key_count, device=device), window)
         if not self.is_chain and window is None:
             mask = ancestor_mask(self.ancestors[self.start : self.stop], self.base, self.stop, dtype, device)
             if mask is not None:
                 return mask
         lowest = torch.finfo(dtype).min
-        mask = torch.zeros(keys - past, keys, dtype=dtype, device=device)
-        columns = torch.arange(keys, device=device)
+        mask = torch.zeros(key_count - first_position, key_count, dtype=dtype, device=device)
+        columns = torch.arange(key_count, device=device)
         if self.is_chain:
-            mask.masked_fill_(columns > columns[past:, None], lowest)
+            mask.masked_fill_(columns > columns[first_position:, None], lowest)
         else:
             visible = torch.from_numpy(unpack(self.ancestors[self.start : self.stop], self.stop))
             mask[:, self.base :].masked_fill_(~visible.to(device), lowest)
         if window is not None:
             if not self.is_chain:
                 columns = torch.cat([columns[: self.base], self.base + torch.tensor(self.depths, device=device)])
-            mask.masked_fill_(columns <= columns[past:, None] - window, lowest)
+            mask.masked_fill_(columns <= columns[first_position:, None] - window, lowest)
         return mask[None, None]
 
 

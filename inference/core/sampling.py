@@ -84,11 +84,11 @@ class Sampler:
         """Apply a processor to all rows of one depth at once; it may write to its input, so it gets copies."""
         # In older versions of transformers this one sees the first row only.
         together = type(step) is not transformers.EncoderRepetitionPenaltyLogitsProcessor
-        groups: dict[int, list[int]] = {}
+        rows_by_length: dict[int, list[int]] = {}
         for row, context in enumerate(contexts):
-            groups.setdefault(len(context) if together else row, []).append(row)
+            rows_by_length.setdefault(len(context) if together else row, []).append(row)
         processed = torch.empty_like(scores)
-        for rows in groups.values():
+        for rows in rows_by_length.values():
             processed[rows] = step(torch.stack([contexts[row] for row in rows]), scores[rows])
         return processed
 
@@ -115,12 +115,12 @@ def top_k_chunked(scores: Tensor, count: int, chunk: int = 64) -> tuple[Tensor, 
         return values, tokens
     chunks = scores[..., :boundary].unflatten(-1, (-1, chunk))
     best = chunks.amax(-1).topk(count).indices
-    inside = chunks.gather(-2, best[..., None].expand(*best.shape, chunk)).flatten(-2)
+    candidates = chunks.gather(-2, best[..., None].expand(*best.shape, chunk)).flatten(-2)
     indices = (best[..., None] * chunk + torch.arange(chunk, device=scores.device)).flatten(-2)
     if boundary < size:
-        last = torch.arange(boundary, size, device=scores.device).expand(*scores.shape[:-1], size - boundary)
-        inside, indices = torch.cat([inside, scores[..., boundary:]], -1), torch.cat([indices, last], -1)
-    values, at = inside.topk(count)
+        tail = torch.arange(boundary, size, device=scores.device).expand(*scores.shape[:-1], size - boundary)
+        candidates, indices = torch.cat([candidates, scores[..., boundary:]], -1), torch.cat([indices, tail], -1)
+    values, at = candidates.topk(count)
     return values, indices.gather(-1, at)
 
 

@@ -42,10 +42,10 @@ class StopStrings:
         """
         mode = StopStringCriteria._get_stop_string_matching_mode(tokenizer)
         self._stops = [stop.encode() for stop in stops]
-        tails = {stop[-size:] for stop in self._stops for size in range(1, len(stop) + 1)}
+        tails = {stop[-length:] for stop in self._stops for length in range(1, len(stop) + 1)}
         try:
             self._by_id = _pieces_of(tokenizer, mode)
-            begins = (piece[:size] for piece in self._by_id.values() for size in range(1, len(piece) + 1))
+            begins = (piece[:length] for piece in self._by_id.values() for length in range(1, len(piece) + 1))
             if tails.isdisjoint(begins) and not any(s in piece for s in self._stops for piece in self._by_id.values()):
                 raise ValueError("no token of it ends one")
         except ValueError as error:
@@ -57,15 +57,15 @@ class StopStrings:
         self._hidden = {*ends, *special, *tokenizer.all_special_ids}
         self._span = max(map(len, stops if mode is None else self._stops))  # as transformers: in characters or bytes
 
-    def first_end(self, text: Sequence[int], new: int) -> int | None:
-        """The number of the last `new` tokens of `text` up to its first end; None: the text continues.
+    def first_end(self, text: Sequence[int], new_count: int) -> int | None:
+        """The number of the last `new_count` tokens of `text` up to its first end; None: the text continues.
 
         text: the prompt's tokens and all new ones. Most often one search through the last bytes finds no stop string.
         """
-        before = len(text) - new
-        joined = b"".join(self._pieces(text[max(0, before - self._span) :]))
-        counts = range(1, new + 1) if any(stop in joined for stop in self._stops) else ()
-        return next((count for count in counts if self._begin(text[: before + count]) is not None), None)
+        old_count = len(text) - new_count
+        joined = b"".join(self._pieces(text[max(0, old_count - self._span) :]))
+        counts = range(1, new_count + 1) if any(stop in joined for stop in self._stops) else ()
+        return next((count for count in counts if self._begin(text[: old_count + count]) is not None), None)
 
     def shown_end(self, text: Sequence[int], new: int) -> str:
         """The end of the shown text that is, or may begin, a stop string; with what the last token has after it.
@@ -90,8 +90,8 @@ class StopStrings:
         """Where the first stop string that ends in the last token begins, in the bytes of the last `span` tokens."""
         pieces = self._pieces(text[-self._span :])
         joined = b"".join(pieces)
-        before = len(joined) - len(pieces[-1])  # bytes before the last piece, in which a stop string has to end
-        begins = [joined.find(stop, max(0, before - len(stop) + 1)) for stop in self._stops]
+        bytes_before = len(joined) - len(pieces[-1])  # bytes before the last piece, in which a stop string has to end
+        begins = [joined.find(stop, max(0, bytes_before - len(stop) + 1)) for stop in self._stops]
         return min((begin for begin in begins if begin >= 0), default=None)
 
     def _open(self, joined: bytes) -> int:

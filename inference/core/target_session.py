@@ -299,10 +299,10 @@ class WholeSession(Session):
     def _run(self, rows: RoundRows, tokens: Tensor, last_only: bool = False) -> tuple[Tensor, Tensor]:
         """Hidden states and logits of the last rows of `rows`, whose tokens are `tokens` (see `Target.rows`)."""
         hidden, logits = [], []
-        before = len(rows) - len(tokens)
+        first_row = len(rows) - len(tokens)
         for start in range(0, len(tokens), Band.BLOCK):  # a mask of a whole long text would be quadratic in its length
             block = tokens[start : start + Band.BLOCK]
-            part = slice(before + start, before + start + len(block))
+            part = slice(first_row + start, first_row + start + len(block))
             inside = torch.from_numpy(unpack(rows.ancestors[part], part.stop)).to(tokens.device)
             visible = torch.cat([inside.new_ones(len(block), self.base), inside], dim=1)
             positions = self.base + torch.tensor(rows.depths[part], device=tokens.device)

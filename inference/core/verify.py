@@ -95,10 +95,10 @@ class Rejection:
         ratios: list[Rows] = []
         drawn: list[int] = []
         for i in range(len(families[0][1])):
-            before, drawn = drawn, [tokens[i] for _, tokens in families if i < len(tokens)]
+            rejected, drawn = drawn, [tokens[i] for _, tokens in families if i < len(tokens)]
             count = len(drawn)
             if i:
-                r, q_i = self._reject(r[:count], q_i[:count], before[:count])
+                r, q_i = self._reject(r[:count], q_i[:count], rejected[:count])
             ratios.append(_ratio(r[range(count), drawn], q_i[range(count), drawn]))
         flat = iter(_module(p).concatenate(ratios).tolist())
         by_parent: dict[int, list[float]] = {parent: [] for parent, _ in families}
@@ -221,7 +221,7 @@ def verify_block(tokens: Sequence[int], q: Mapping[int, Rows], p: Rows, chance: 
     """
     drawn = _module(p).stack([q[node - 1][token] for node, token in enumerate(tokens)])
     until_nan: Iterable[float] = takewhile(lambda x: x == x, _ratio(p[range(len(drawn)), tokens], drawn).tolist())
-    c: list[float] = [*accumulate([1, *until_nan], lambda before, ratio: min(1, before * ratio))]
+    c: list[float] = [*accumulate([1, *until_nan], lambda previous, ratio: min(1, previous * ratio))]
     count: int = len(c) - 1
     if chance.accept(c[count]):
         return [*range(count)], chance.choose(p[count])
@@ -241,12 +241,12 @@ def verify_greedy(tokens: Sequence[int], parents: Sequence[int], choices: Sequen
     the last accepted node. The emitted text is exactly the target's greedy text.
     """
     accepted: list[int] = []
-    last = ROOT
+    last_accepted = ROOT
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-        if parent == last and token == choices[last + 1]:
+        if parent == last_accepted and token == choices[last_accepted + 1]:
             accepted.append(node)
-            last = node
-    return accepted, choices[last + 1]
+            last_accepted = node
+    return accepted, choices[last_accepted + 1]
 
 
 def _module(rows: object) -> ModuleType:

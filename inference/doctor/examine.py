@@ -40,14 +40,14 @@ def examine(
     examinees = find_examinees(config, setup, models)
     if not examinees:
         return {}
-    new = min(ANSWER, config.max_new_tokens)
-    count = min(-(-(MANY if config.doctor else FEW) // new), len(rendered))
+    new_tokens = min(ANSWER, config.max_new_tokens)
+    count = min(-(-(MANY if config.doctor else FEW) // new_tokens), len(rendered))
     questions = [rendered[number * len(rendered) // count] for number in range(count)]
 
     def scores_of(prompts: Iterable[Sequence[int]], examinees: Examinees) -> dict[str, list[AgreementScores]]:
         variants = [variant for examinee in examinees.values() for variant in examinee.variants]
         boundaries = sorted({boundary for variant in variants for boundary in variant.boundaries})
-        recordings = (record_answer(models.stack, prompt, boundaries, new, setup.eos) for prompt in prompts)
+        recordings = (record_answer(models.stack, prompt, boundaries, new_tokens, setup.eos) for prompt in prompts)
         # One recording exists at a time, as its hidden states take much memory.
         return score_variants(filter(None, recordings), examinees)
 
@@ -55,18 +55,18 @@ def examine(
     findings = {name: compare_variants(examinee, scores[name]) for name, examinee in examinees.items()}
     declared = {name: examinee._replace(variants=examinee.variants[:1]) for name, examinee in examinees.items()}
     for length in config.doctor_lengths:
-        for name, variant_scores in scores_of(texts_of_length(length - new, questions), declared).items():
+        for name, variant_scores in scores_of(texts_of_length(length - new_tokens, questions), declared).items():
             if variant_scores:
                 lengths = {**(findings[name].lengths or {}), str(length): variant_scores[0].agreement}
                 findings[name] = replace(findings[name], lengths=lengths)
     return findings
 
 
-def texts_of_length(length: int, prompts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """Prompts joined in turn up to `length` tokens, each text starting with another prompt."""
+def texts_of_length(text_length: int, prompts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+    """Prompts joined in turn up to `text_length` tokens, each text starting with another prompt."""
     for start in range(min(AT_LENGTH, len(prompts))):
         order = itertools.cycle([*prompts[start:], *prompts[:start]])
-        yield list(itertools.islice(itertools.chain.from_iterable(order), length))
+        yield list(itertools.islice(itertools.chain.from_iterable(order), text_length))
 
 
 def find_examinees(config: EvaluateConfig, setup: TargetSetup, models: Models) -> dict[str, Examinee]:
@@ -95,7 +95,7 @@ def compare_variants(examinee: Examinee, scores: Sequence[AgreementScores]) -> F
     rows: list[ReadingScores] = []
     for variant, figures in zip(examinee.variants, scores, strict=False):
         wins, chance = is_better(figures, scores[0], len(scores) - 1) if rows else (False, None)
-        agree, finite = (tuple(shares.mean(1).tolist()) for shares in (figures.agree, figures.finite))
+        agree, finite = (tuple(shares.mean(1).tolist()) for shares in (figures.agrees, figures.finite))
         row = ReadingScores(
             variant.name, variant.option, variant.meaning, figures.agreement, agree, finite, chance, wins
         )

@@ -136,23 +136,23 @@ def examine_head(model: Eagle3, where: str, target: OpenTarget, stack: Target, c
     """
     layered, shared = require_layers(stack), without_calibration(model).shared_embedding
     embedding, output = shared[0] if shared else layered.embed_tokens.weight, layered.head.weight
-    stored = open_head(where, target.config, changes=changes)
-    tensors = stored.tensors(stack.dtype, stack.device)
+    stored_head = open_head(where, target.config, changes=changes)
+    tensors = stored_head.tensors(stack.dtype, stack.device)
 
     def make(reading: Reading) -> Eagle3:
-        require_fitting_target(reading, target.config, stored.source)
-        head = make_head(reading, tensors, stored.source)
+        require_fitting_target(reading, target.config, stored_head.source)
+        head = make_head(reading, tensors, stored_head.source)
         if not reading.own_embedding:
             head.use_embedding(embedding)
         if not reading.own_head:
             head.use_head(output)
         return head
 
-    declared, taps, seen = make(stored.reading), stored.reading.taps, [stored.reading]
+    declared, taps, seen = make(stored_head.reading), stored_head.reading.taps, [stored_head.reading]
     variants = [Variant(DECLARED, partial(draft_by_head, declared), taps)]
-    for change in _neighbours(stored.reading, target):
+    for change in _neighbours(stored_head.reading, target):
         try:
-            reading = apply_changes(stored.reading, change, target.config)
+            reading = apply_changes(stored_head.reading, change, target.config)
             if reading in seen:
                 continue
             draft = partial(draft_by_head, make(reading))
@@ -163,7 +163,7 @@ def examine_head(model: Eagle3, where: str, target: OpenTarget, stack: Target, c
         variants.append(Variant(option, draft, reading.taps, option, meaning))
     still = partial(draft_by_head, declared, still=True)
     variants.append(Variant("drafted positions stand still", still, taps, meaning=_STILL))
-    return Examinee(variants, list(_head_facts(stored, tensors, target)))
+    return Examinee(variants, list(_head_facts(stored_head, tensors, target)))
 
 
 def _head_facts(stored: StoredHead, tensors: Mapping[str, Tensor], target: OpenTarget) -> Iterator[Fact]:

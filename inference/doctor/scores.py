@@ -121,26 +121,26 @@ def read_states(
 class AgreementScores(NamedTuple):
     """Scores at all judged positions of all texts.
 
-    agree [steps, positions]: whether the drafter's likeliest token is the target's. finite [steps, positions]: whether
+    agrees [steps, positions]: whether the drafter's likeliest token is the target's. finite [steps, positions]: whether
     all logits are finite; if not, it does not agree. blocks [positions]: the observation that each belongs to.
     """
 
-    agree: np.ndarray
+    agrees: np.ndarray
     finite: np.ndarray
     blocks: np.ndarray
 
     @property
     def agreement(self) -> float:
         """The mean over steps and positions. Readings are compared by it: greedy decoding depends on nothing else."""
-        return float(self.agree.mean())
+        return float(self.agrees.mean())
 
 
 def score_logits(logits: Tensor, recording: Recording, text: int) -> AgreementScores:
     """The scores of a drafter's logits [steps, positions, V'] on a recording, which is text number `text`."""
     finite = logits.isfinite().all(-1)
-    agree = finite & (logits.argmax(-1) == recording.tokens[recording.start :])
-    blocks = (text << 32) + np.arange(agree.shape[-1]) // BLOCK  # a number of its own for each block of each text
-    return AgreementScores(agree.cpu().numpy(), finite.cpu().numpy(), blocks)
+    agrees = finite & (logits.argmax(-1) == recording.tokens[recording.start :])
+    blocks = (text << 32) + np.arange(agrees.shape[-1]) // BLOCK  # a number of its own for each block of each text
+    return AgreementScores(agrees.cpu().numpy(), finite.cpu().numpy(), blocks)
 
 
 def join_scores(parts: Sequence[AgreementScores]) -> AgreementScores:
@@ -158,8 +158,8 @@ def lead_chance(lead: np.ndarray, blocks: np.ndarray) -> float:
         return 1.0
     sums = np.bincount(np.unique(blocks, return_inverse=True)[1], weights=lead).astype(int)
     odds = np.ones(1)  # probability of every sum, from the least sum on
-    for size in np.abs(sums[sums != 0]):
-        odds = np.convolve(odds, [0.5, *[0.0] * (2 * size - 1), 0.5])
+    for sum_of_block in np.abs(sums[sums != 0]):
+        odds = np.convolve(odds, [0.5, *[0.0] * (2 * sum_of_block - 1), 0.5])
     return float(odds[sums.sum() + np.abs(sums).sum() :].sum())
 
 
@@ -168,7 +168,7 @@ def is_better(challenger: AgreementScores, declared: AgreementScores, tried: int
 
     tried: the number of readings compared, for Bonferroni's bound on the p-value.
     """
-    chance = min(1.0, tried * lead_chance((challenger.agree.astype(int) - declared.agree).sum(0), challenger.blocks))
+    chance = min(1.0, tried * lead_chance((challenger.agrees.astype(int) - declared.agrees).sum(0), challenger.blocks))
     return chance < CHANCE and challenger.agreement - declared.agreement >= MARGIN, chance
 
 
@@ -186,11 +186,11 @@ def describe_findings(kind: str, findings: Findings) -> Iterator[str]:
     titles = "".join(f"{title:>11}" for title in ("1st token", "2nd token")[: len(rows[0].agree)])
     yield f"  {'read':<{width}}{titles}{'chance':>9}"
     for row in rows:
-        shares = "".join(f"{share:>11.1%}" for share in row.agree)
+        shares = "".join(f"{agreement:>11.1%}" for agreement in row.agree)
         chance = "" if row.chance is None else f"{row.chance:>9.1g}" if row.chance < 0.1 else f"{'–':>9}"
         yield f"  {row.name:<{width}}{shares}{chance}"
-    for length, share in (findings.lengths or {}).items():
-        yield f"  at {length} tokens: {share:.1%}"
+    for length, agreement in (findings.lengths or {}).items():
+        yield f"  at {length} tokens: {agreement:.1%}"
     yield from (f"  {'! ' * fact.suspect}{fact.name}: {fact.said}" for fact in findings.facts)
     yield from _describe_verdict(findings)
 

@@ -61,33 +61,33 @@ class PromptLookup(Drafter):
             count = len(self._path_probs)  # 0 for the draft of another drafter
             self.sizes.observe(_PARENTS[:count], self._path_probs, nodes[:count])
 
-    def _choose_tokens(self, last: int, most: int) -> list[int]:
-        """The tokens to submit after the token `last`, at most `most`."""
+    def _choose_tokens(self, root_id: int, max_tokens: int) -> list[int]:
+        """The tokens to submit after the token `root_id`, at most `max_tokens`."""
         if self.sizes is None:
-            return self._find_continuation(last, most)[0]
-        most = min(most, self.sizes.search_size())
-        tokens, size = self._find_continuation(last, most) if most else ([], 0)
-        path_probs = _PATH_PROBS[min(size, len(_FIRST)) - 1][: len(tokens)]
-        if len(tokens) < most and not isinstance(self.sizes, BestNodes):  # the costs of lengths are being measured
-            missing = most - len(tokens)
+            return self._find_continuation(root_id, max_tokens)[0]
+        max_tokens = min(max_tokens, self.sizes.search_size())
+        tokens, match_length = self._find_continuation(root_id, max_tokens) if max_tokens else ([], 0)
+        path_probs = _PATH_PROBS[min(match_length, len(_FIRST)) - 1][: len(tokens)]
+        if len(tokens) < max_tokens and not isinstance(self.sizes, BestNodes):  # the costs of lengths are measured
+            missing = max_tokens - len(tokens)
             path_probs = np.append(path_probs, _FILLING ** np.arange(1, missing + 1))
-            tokens += [last] * missing
+            tokens += [root_id] * missing
         count = self.sizes.count(_PARENTS[: len(tokens)], path_probs)
         self._path_probs = path_probs[:count]
         return tokens[:count]
 
-    def _find_continuation(self, last: int, most: int) -> tuple[list[int], int]:
-        """At most `most` tokens that followed an earlier occurrence of the longest suffix, and the suffix's length."""
-        suffix = [*self._text[-self.max_ngram :], last]
-        for size in range(min(self.max_ngram, len(suffix)), self.min_ngram - 1, -1):
-            start = self._continuation_of.get(tuple(suffix[-size:]))
+    def _find_continuation(self, root_id: int, max_tokens: int) -> tuple[list[int], int]:
+        """At most `max_tokens` that followed an earlier occurrence of the longest suffix, and the suffix's length."""
+        suffix = [*self._text[-self.max_ngram :], root_id]
+        for length in range(min(self.max_ngram, len(suffix)), self.min_ngram - 1, -1):
+            start = self._continuation_of.get(tuple(suffix[-length:]))
             if start is not None:
-                return [*self._text[start : start + most], last][:most], size
+                return [*self._text[start : start + max_tokens], root_id][:max_tokens], length
         return [], 0
 
     def _append(self, tokens: Sequence[int]) -> None:
         """Add tokens, and index the n-grams that end with each, which the next token follows."""
         for end, token in enumerate(tokens, start=len(self._text) + 1):
             self._text.append(token)
-            for size in range(self.min_ngram, min(self.max_ngram, end) + 1):
-                self._continuation_of[tuple(self._text[end - size :])] = end
+            for length in range(self.min_ngram, min(self.max_ngram, end) + 1):
+                self._continuation_of[tuple(self._text[end - length :])] = end

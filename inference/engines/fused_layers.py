@@ -142,13 +142,13 @@ class FusedLayer(nn.Module):
             key, value = past_key_values.update(key, value, self.layer_idx)
         mixed, _ = grouped_attention(self, query, key, value, attention_mask, scaling=self.head_dim**-0.5)
         hidden = hidden + out(mixed.reshape(batch, queries, -1))
-        inner = up(mlp_norm(hidden))
+        mlp_hidden = up(mlp_norm(hidden))
         if self.is_opt:
-            inner = activation(inner)
+            mlp_hidden = activation(mlp_hidden)
         else:
-            gate, inner = inner.chunk(2, -1)
-            inner = activation(gate).mul_(inner)
-        return hidden + down(inner)
+            gate, mlp_hidden = mlp_hidden.chunk(2, -1)
+            mlp_hidden = activation(gate).mul_(mlp_hidden)
+        return hidden + down(mlp_hidden)
 
     def _in_few_launches(
         self, kernels: ModuleType, hidden: Tensor, mask: Tensor | None, rotary: tuple[Tensor, Tensor] | None,

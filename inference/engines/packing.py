@@ -152,15 +152,15 @@ def choose_layout(linears: Sequence[Linear], device: torch.device, *, panels: bo
 
     panels: whether to try "panels" too. This layout is for few rows, for which decoder layers have other kernels.
     """
-    first = linears[0]
-    if isinstance(first, CodedLinear):  # PyTorch has no product with codes
+    first_linear = linears[0]
+    if isinstance(first_linear, CodedLinear):  # PyTorch has no product with codes
         return "panels"
-    dtype = dtype_of_linear(first)
+    dtype = dtype_of_linear(first_linear)
     layouts = ["plain"]
     if can_pack(device, dtype):
-        layouts = [name for name in LAYOUTS if name != "panels" or (panels and fits_panels(first))]
-    kind = "int8 " if isinstance(first, Int8Linear) else ""
-    question = f"{first.out_features}×{first.in_features} {kind}in {str(dtype).removeprefix('torch.')}"
+        layouts = [name for name in LAYOUTS if name != "panels" or (panels and fits_panels(first_linear))]
+    kind = "int8 " if isinstance(first_linear, Int8Linear) else ""
+    question = f"{first_linear.out_features}×{first_linear.in_features} {kind}in {str(dtype).removeprefix('torch.')}"
     question += "" if panels else " (in layers)"
     return settle(question, layouts, lambda: layouts[0] if len(layouts) == 1 else find_fastest_layout(linears, layouts))
 
@@ -183,10 +183,10 @@ def find_fastest_layout(
     """
     first = linears[0]
     dtype = dtype_of_linear(first)
-    size = first.out_features * first.in_features * dtype.itemsize  # int8 codes as floats: some layouts store them so
-    if size < small:
+    nbytes = first.out_features * first.in_features * dtype.itemsize  # int8 codes as floats: some layouts store them so
+    if nbytes < small:
         return "blocked"
-    count = math.ceil(COLD / size)
+    count = math.ceil(COLD / nbytes)
     sample = list(linears[:count])
     sample += [copy.deepcopy(sample[index % len(sample)]) for index in range(len(sample), min(count, FEWEST))]
     by_layout = {name: [LAYOUTS[name](linear) for linear in sample] for name in layouts}

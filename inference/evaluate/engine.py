@@ -110,7 +110,7 @@ def _collect_run(
     blocks = [block for block in served.blocks if (block.key.method, block.key.concurrency) == (name, concurrency)]
     results = [result for block in blocks for result in block.results]
     here = [served.here[_position(result)].generations[name] for result in results]
-    if KINDS[method.source].served == "custom_class":  # our table in vLLM: it drafts chains there, but trees here
+    if KINDS[method.source].vllm_method == "custom_class":  # our table in vLLM: it drafts chains there, but trees here
         vocabulary = setup.target.vocabulary_digest, setup.target.vocabulary_size
         table = open_table(str(config.where(KINDS[method.source])), *vocabulary)
         here = [_replay_chains(table, draft_length(method), result) for result in results]
@@ -134,13 +134,13 @@ def _position(result: PromptResult) -> int:
     return int(str(result.conversation))
 
 
-def _replay_chains(table: TrigramTable, most: int, result: PromptResult) -> Generation:
-    """The engine's text in the rounds that chains of `most` tokens from the table give, so that acceptance is compared
-    between drafts of one shape. Nothing is decoded, so all times are 0."""
+def _replay_chains(table: TrigramTable, max_draft: int, result: PromptResult) -> Generation:
+    """The engine's text in the rounds that chains of `max_draft` tokens from the table give, so that the acceptance
+    of drafts of one shape is compared. Nothing is decoded, so all times are 0."""
     text = result.generations[result.reference].tokens
     rounds = tuple(
         Round(tokens, drafted=length, accepted=len(tokens) - 1, depth=length, seconds=0.0)
-        for length, tokens in chain_rounds(table, result.prompt, text, most)
+        for length, tokens in chain_rounds(table, result.prompt, text, max_draft)
     )
     return Generation(text, prefill_seconds=0.0, decode_seconds=0.0, rounds=rounds)
 

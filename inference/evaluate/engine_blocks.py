@@ -206,7 +206,8 @@ def _open_engine(
         kind, model = KINDS[method.source], _export_drafter(config, setup, method, folder)
         if model == PROPOSER:
             variables |= environment(Path(str(config.where(kind))).resolve())
-        draft = {"method": kind.served, "tokens": draft_length(method), "max_ngram": method.max_ngram, "model": model}
+        draft = {"method": kind.vllm_method, "tokens": draft_length(method), "model": model}
+        draft["max_ngram"] = method.max_ngram
     target, revision = _weights_for_engines(setup, folder)
     job = {
         "engine": config.engine, "target": target, "revision": revision, "dtype": setup.floats,
@@ -237,7 +238,7 @@ def export_drafters(config: EngineConfig, setup: TargetSetup, out: Path) -> None
 def _export_drafter(config: EngineConfig, setup: TargetSetup, method: MethodConfig, folder: Path) -> str | None:
     """What an engine loads to draft by `method`: our module, or the directory of a drafter as engines load it."""
     kind, path = KINDS[method.source], folder.resolve() / method.source
-    if (where := config.where(kind)) is None or kind.served == "custom_class":
+    if (where := config.where(kind)) is None or kind.vllm_method == "custom_class":
         return where and PROPOSER
     if not path.exists():
         part = path.with_suffix(".part")  # a stopped run may have left one

@@ -75,11 +75,11 @@ class EngineServer:
             more = {**({} if request["eos"] else {"ignore_eos": True}), **request["sampling"]}
             return self._server.stream([*prompt], request["max_new_tokens"], seed % 2**31, **more)
 
-        before, started = self._read_counters(), time.perf_counter()
+        old_counters, started = self._read_counters(), time.perf_counter()
         with ThreadPoolExecutor(request["concurrency"]) as pool:
             answers = [*pool.map(ask, prompts, request["seeds"])]
         seconds, texts = time.perf_counter() - started, tuple(_generation(answer, drafted) for answer in answers)
-        self.counts = self._count_rounds(before, [reply for *_, reply in answers], drafted, texts)
+        self.counts = self._count_rounds(old_counters, [reply for *_, reply in answers], drafted, texts)
         return texts, seconds
 
     def _read_counters(self) -> DraftCounters | None:
@@ -99,16 +99,16 @@ class EngineServer:
         return DraftCounters(totals["drafts"], totals["accepted_tokens"], accepted_at) if "vllm:" in text else None
 
     def _count_rounds(
-        self, before: DraftCounters | None, replies: Sequence[Json], drafted: int, texts: Sequence[Generation]
+        self, old_counters: DraftCounters | None, replies: Sequence[Json], drafted: int, texts: Sequence[Generation]
     ) -> tuple[int, ...] | None:
         """`counts` of the replies. Raises `UserError` for counts that contradict the texts."""
-        after, url = self._read_counters(), self._server.client.url
-        if before is None or after is None:
+        counters, url = self._read_counters(), self._server.client.url
+        if old_counters is None or counters is None:
             has_rounds = any(timing.get("draft_n") for reply in replies for _, timing in reply["timings"][:-1])
             require(drafted > 0 or not has_rounds, self.option, url, "a server without a drafter")
             return None if has_rounds else ()
-        drafts, accepted = after.drafts - before.drafts, after.accepted - before.accepted
-        by_depth = [after.accepted_at[depth] - before.accepted_at[depth] for depth in range(drafted)]
+        drafts, accepted = counters.drafts - old_counters.drafts, counters.accepted - old_counters.accepted
+        by_depth = [counters.accepted_at[depth] - old_counters.accepted_at[depth] for depth in range(drafted)]
         n = sum(len(text.tokens) - 1 for text in texts)  # without each text's first token, which is in no round
         # A round emits its accepted tokens and one of the target's, so there are n − accepted; vLLM counts only those
         # with a draft. The last round of a text may be cut off, so vLLM's counts may include `drafted` more tokens.

@@ -68,22 +68,22 @@ def measure_prompts(plan: EvaluationPlan, queue: Queue) -> Prepared:
     return prepared
 
 
-def require_results(plan: EvaluationPlan, groups: int) -> None:
+def require_results(plan: EvaluationPlan, group_count: int) -> None:
     """Raise `UserError` unless the results of so many groups are in `plan.out_dir`."""
-    size = plan.config.batch
-    if missing := size * groups - len(finished_results(plan.out_dir, size)):
+    group_size = plan.config.batch
+    if missing := group_size * group_count - len(finished_results(plan.out_dir, group_size)):
         raise UserError(f"out_dir={plan.out_dir}: the results of {missing} prompts are missing there; give resume=true")
 
 
 def open_queue(plan: EvaluationPlan) -> Queue:
     """What remains in `plan.out_dir`. Raises `UserError` if it holds results that must not be continued."""
-    size, state = plan.config.batch, plan.processes
+    group_size, state = plan.config.batch, plan.processes
 
     def open_results() -> tuple[object, float, set[int], int]:
         """(prepared, seconds of the runs before, groups that they measured, the first unused number of a file)."""
         prepared = open_run(plan.out_dir, plan.identity, plan.config.resume)
-        measured = finished_results(plan.out_dir, size)
-        seconds, groups = max((m.spent for m in measured), default=0.0), {m.position // size for m in measured}
+        measured = finished_results(plan.out_dir, group_size)
+        seconds, groups = max((m.spent for m in measured), default=0.0), {m.position // group_size for m in measured}
         return prepared, seconds, groups, next_number(plan.out_dir)
 
     prepared, seconds, groups, number = from_main(state, open_results)
@@ -133,20 +133,20 @@ def examine_drafters(plan: EvaluationPlan, models: Models) -> Mapping[str, Findi
 
 def measure_share(plan: EvaluationPlan, queue: Queue, prepared: Prepared, models: Models) -> int:
     """Measure the groups of this process's share, as many as the time limit leaves; returns their number."""
-    config, setup, size = plan.config, plan.setup, plan.config.batch
+    config, setup, group_size = plan.config, plan.setup, plan.config.batch
     models.runtime.prepare(plan.positions, prepared.kernels)
     peer_arms = {"peers": plan.peers.make(setup, models, plan.positions)} if plan.peers else {}
-    prompt = plan.rendered[size * queue.share[0]]
+    prompt = plan.rendered[group_size * queue.share[0]]
     bench = make_bench(config, setup, models, prepared, prompt, len(plan.prompts), **peer_arms)
 
     def measure_next(group: int) -> float:
-        members = range(size * group, size * (group + 1))
+        members = range(group_size * group, group_size * (group + 1))
         talks = [Talk(plan.prompts[position], plan.rendered[position], position) for position in members]
         measure_talks(config, talks, setup, models, bench)
         spent = store_results(plan, queue, bench, talks)
         measurements = queue.share.index(group) + 1
         if plan.processes.is_main_process and measurements & (measurements - 1) == 0:  # after 1, 2, 4, … groups
-            results = [result for prompt in finished_results(plan.out_dir, size) for result in prompt.turns]
+            results = [result for prompt in finished_results(plan.out_dir, group_size) for result in prompt.turns]
             print("\n".join(result_lines(results, config)), flush=True)
         return spent
 
@@ -177,24 +177,25 @@ def measure_in_time(plan: EvaluationPlan, queue: Queue, measure_next: Callable[[
 
     measure_next: measures a group, and returns the seconds that are spent after it.
     """
-    limit, share, size = queue.limit, queue.share, plan.config.batch
+    limit, share, group_size = queue.limit, queue.share, plan.config.batch
     began, count = limit.spent(), 0
     spent = began
-    with Stage("measuring", len(share), "prompts" if size == 1 else "groups", most=limit.left(spent)) as stage:
+    with Stage("measuring", len(share), "prompts" if group_size == 1 else "groups", most=limit.left(spent)) as progress:
         for group in share:
             if group not in queue.required and not limit.holds(spent, (spent - began) / max(1, count)):
                 break
             if limit.is_over(spent):
-                stage.total = len({*queue.required} & {*share})
+                progress.total = len({*queue.required} & {*share})
                 if plan.processes.is_main_process:
                     print(_overtime(plan, queue, count), flush=True)
             spent, count = measure_next(group), count + 1
-            stage.advance()
+            progress.advance()
     return count
 
 
 def _overtime(plan: EvaluationPlan, queue: Queue, count: int) -> str:
     """How many of the required prompts are done after the time is over. count: the groups done by this process."""
-    least, size = queue.finished + len(queue.required), plan.config.batch
-    total = min(least, queue.finished + count * plan.processes.num_processes)
-    return f"{queue.limit.minutes:.3g} minutes are over: {size * total} of at least {size * least} prompts are done"
+    required_groups, group_size = queue.finished + len(queue.required), plan.config.batch
+    groups = min(required_groups, queue.finished + count * plan.processes.num_processes)
+    prompts = f"{group_size * groups} of at least {group_size * required_groups} prompts"
+    return f"{queue.limit.minutes:.3g} minutes are over: {prompts} are done"

@@ -101,10 +101,10 @@ def require_own_device(device: torch.device, processes: PartialState) -> None:
 
 def require_batches(config: EvaluateConfig, setup: TargetSetup, prompts: int) -> None:
     """Raise `UserError` if groups of `config.batch` texts do not divide the prompts, or cannot be decoded at once."""
-    size = config.batch
-    require(prompts % size == 0, "batch", size, f"a divisor of the {prompts} prompts (num_prompts)")
-    fits = size == 1 or make_runtime(config.runtime, setup.device).name == Runtime.name
-    require(fits, "batch", size, "1 with CUDA graphs, where texts take turns, or runtime=eager")
+    group_size = config.batch
+    require(prompts % group_size == 0, "batch", group_size, f"a divisor of the {prompts} prompts (num_prompts)")
+    fits = group_size == 1 or make_runtime(config.runtime, setup.device).name == Runtime.name
+    require(fits, "batch", group_size, "1 with CUDA graphs, where texts take turns, or runtime=eager")
 
 
 def identity_of(config: EvaluateConfig, setup: TargetSetup, prompts: Sequence[Prompt]) -> dict[str, object]:

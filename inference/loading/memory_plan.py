@@ -177,16 +177,16 @@ def explain_out_of_memory(plan: Callable[[], Sequence[Memory]]) -> Iterator[None
         raise UserError(f"out of memory ({reason(error)}). A run holds: {'; '.join(parts)}") from error
 
 
-def budget_of(target: Target, drafters: Mapping[str, object], most: int | None) -> CacheBudget:
-    """The budget of `most` bytes; None: of half of the memory that is free now."""
-    size = target.dtype.itemsize
-    total = position_bytes(target.config, size)
+def budget_of(target: Target, drafters: Mapping[str, object], max_bytes: int | None) -> CacheBudget:
+    """The budget of `max_bytes`; None: of half of the memory that is free now."""
+    itemsize = target.dtype.itemsize
+    total = position_bytes(target.config, itemsize)
     for model in (getattr(model, "drafter", model) for model in drafters.values()):  # without a calibration head
         if isinstance(model, LayerStack | WholeModel):
-            total += position_bytes(model.config, size)
+            total += position_bytes(model.config, itemsize)
         elif isinstance(model, nn.Module) and isinstance(layers := getattr(model, "layers", None), Sized):
-            total += position_bytes(target.config, size, len(layers))
-    return CacheBudget(total, free_bytes(target.device) // 2 if most is None else most)
+            total += position_bytes(target.config, itemsize, len(layers))
+    return CacheBudget(total, free_bytes(target.device) // 2 if max_bytes is None else max_bytes)
 
 
 def position_bytes(config: PreTrainedConfig, itemsize: int, layers: int | None = None) -> int:

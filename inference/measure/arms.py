@@ -98,14 +98,14 @@ class _ArmMaker:
         streams: Streams,
         rule: Verification = "exact",
     ) -> Generation:
-        text, most = self.text, self.text.max_new_tokens
-        coins = streams.of("verify") if text.sampling.temperature > 0 else None
-        selector = self.choosing(TokenSelector(text.sampler(prompt, self.stack.device), coins, rule))
-        options = {"max_new_tokens": most, "eos": text.eos, "runtime": self.runtime, "clock": self.clock}
+        text, max_new_tokens = self.text, self.text.max_new_tokens
+        verify_stream = streams.of("verify") if text.sampling.temperature > 0 else None
+        selector = self.choosing(TokenSelector(text.sampler(prompt, self.stack.device), verify_stream, rule))
+        options = {"max_new_tokens": max_new_tokens, "eos": text.eos, "runtime": self.runtime, "clock": self.clock}
         rounds = decode(prompt, selector=selector, **options)
         if text.stops and text.tokenizer is not None:
             rounds = cut_at_stop(rounds, prompt, StopStrings(text.stops, text.tokenizer).first_end)
-        with Stage("", most, "tokens") as stage:
+        with Stage("", max_new_tokens, "tokens") as stage:
             return collect(_advance_stage(rounds, stage), self.clock)
 
 
@@ -153,17 +153,17 @@ def transformers_generate(
     """The target through transformers' own `generate`, with its own attention and cache."""
     ids = torch.tensor([prompt], device=model.device)
     model.generation_config = settings = text.for_generate()
-    first = _FirstToken(Stage("", text.max_new_tokens, "tokens"))
-    with first.stage, stock_attention(model), torch.random.fork_rng():
+    timed_first = _FirstToken(Stage("", text.max_new_tokens, "tokens"))
+    with timed_first.stage, stock_attention(model), torch.random.fork_rng():
         torch.manual_seed(seed)
         started = time.perf_counter()
         out = model.generate(  # type: ignore[operator]
-            ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=first,
+            ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=timed_first,
             tokenizer=text.tokenizer if text.stops else None,
         )  # fmt: skip
         ended = time.perf_counter()
     tokens = cut(out[0, len(prompt) :].tolist(), text.eos, text.max_new_tokens)
-    return Generation(tokens, first.at - started, ended - first.at)
+    return Generation(tokens, timed_first.at - started, ended - timed_first.at)
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def run_arms(
         for number, name in enumerate(names[shift:] + names[:shift], 1):
             with Stage(f"arm {number}/{len(names)} {name}"):
                 runs[name].append(decode_all(arms[name], prompts, streams[repeat], None if name in alone else batch))
-    middle = {
+    medians = {
         name: sorted(generations, key=lambda texts: sum(text.decode_seconds for text in texts))[(repeats - 1) // 2]
         for name, generations in runs.items()
     }
@@ -210,7 +210,7 @@ def run_arms(
     profiles = {name: decode_all(profiler, prompts, streams[0]) for name, profiler in (profilers or {}).items()}
     return [
         PromptResult(
-            query.prompt_id, query.category, tuple(query.prompt), {name: texts[i] for name, texts in middle.items()},
+            query.prompt_id, query.category, tuple(query.prompt), {name: texts[i] for name, texts in medians.items()},
             reference, {name: texts[i] for name, texts in profiles.items()},
             answer=runs[AUTOREGRESSIVE][0][i].tokens, conversation=query.conversation, group=query.group,
         )
@@ -255,14 +255,14 @@ def _share_time(texts: Sequence[Generation], seconds: float) -> list[Generation]
     pace = decoding / max(1, sum(len(text.tokens) - 1 for text in texts))
     timed_texts = []
     for text in texts:
-        share, waited = pace * (len(text.tokens) - 1), sum(r.seconds for r in text.rounds)
-        part = share / waited if waited else 0.0
-        rounds = [
-            replace(r, seconds=part * r.seconds, draft_seconds=part * r.draft_seconds,
-                    structure_seconds=part * r.structure_seconds, verify_seconds=part * r.verify_seconds)
+        decode_seconds, waited = pace * (len(text.tokens) - 1), sum(r.seconds for r in text.rounds)
+        scale = decode_seconds / waited if waited else 0.0
+        timed_rounds = [
+            replace(r, seconds=scale * r.seconds, draft_seconds=scale * r.draft_seconds,
+                    structure_seconds=scale * r.structure_seconds, verify_seconds=scale * r.verify_seconds)
             for r in text.rounds
         ]  # fmt: skip
-        timed_texts.append(replace(text, decode_seconds=share, rounds=tuple(rounds)))
+        timed_texts.append(replace(text, decode_seconds=decode_seconds, rounds=tuple(timed_rounds)))
     return timed_texts
 
 

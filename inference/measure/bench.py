@@ -140,10 +140,10 @@ def peak_memory(device: torch.device) -> int:
 
 @dataclass
 class Talk:
-    """A prompt whose turns are measured. first: the ids of its first turn. position: its index in the run."""
+    """A prompt whose turns are measured. first_ids: the ids of its first turn. position: its index in the run."""
 
     prompt: Prompt
-    first: Sequence[int]
+    first_ids: Sequence[int]
     position: int
     results: list[PromptResult] = field(default_factory=list)
     skipped: tuple[Skipped, ...] = ()
@@ -156,7 +156,7 @@ class Talk:
         """
         if self.skipped or number >= len(self.prompt.turns):
             return None
-        names, ids, why = self.prompt.turn_ids, self.first, ""
+        turn_ids, ids, why = self.prompt.turn_ids, self.first_ids, ""
         answers = [result.answer for result in self.results]
         self.texts += [*(answer_text(answer, setup.tokenizer) for answer in answers[-1:]), self.prompt.turns[number]]
         try:
@@ -168,9 +168,9 @@ class Talk:
         if why:
             print(f"skipped prompt={self.prompt.id} turn={number + 1}: {why}", flush=True)
             reasons = itertools.chain([why], itertools.repeat("a turn before it was left out"))
-            self.skipped = tuple(map(Skipped, names[number:], reasons))
+            self.skipped = tuple(map(Skipped, turn_ids[number:], reasons))
             return None
-        return Turn(names[number], self.prompt.category, ids, self.prompt.id)
+        return Turn(turn_ids[number], self.prompt.category, ids, self.prompt.id)
 
 
 def measure_talks(

@@ -299,10 +299,10 @@ class Forced(TokenSelector):
         order = ORDER_OF_SUMS if reference.logits.dtype == torch.float64 else 1.0
         off = _state_errors(states, reference.states) / order, torch.cat(self._errors)[None] / order
         ratios = _ratios(off, (reference.states_noise, reference.logits_noise))
-        before = len(reference.prompt) - 1  # the position whose logits choose the text's first token
-        peak = _highest(ratios, before)
+        first_position = len(reference.prompt) - 1  # the position whose logits choose the text's first token
+        peak = _highest(ratios, first_position)
         if peak[0] > PEAK:
-            peak = _highest(_ratios(off, reference.tipping_noise()), before)
+            peak = _highest(_ratios(off, reference.tipping_noise()), first_position)
         logs = [part.clamp(min=0.01).log().mean(-1).tolist() for part in ratios]
         deviation = Deviation(len(reference.text), (*logs[0], *logs[1]), *peak)
         return self._with_gaps(deviation, free_text) if self.greedy else deviation
@@ -311,11 +311,11 @@ class Forced(TokenSelector):
         text, stock_logits = self._reference.text, self._reference.stock_logits
         choices = torch.cat(self._choices).tolist()
         stock_choices = [int(self._scores_at(i, stock_logits).argmax()) for i in range(len(text))]
-        first = next((i for i, (a, b) in enumerate(zip(text, free_text, strict=False)) if a != b), None)
-        if first is None:  # equal, or one is a prefix of the other
+        mismatch_at = next((i for i, (a, b) in enumerate(zip(text, free_text, strict=False)) if a != b), None)
+        if mismatch_at is None:  # equal, or one is a prefix of the other
             mismatch = None if len(free_text) == len(text) else WORST
         else:
-            mismatch = self._gap(first, free_text[first])
+            mismatch = self._gap(mismatch_at, free_text[mismatch_at])
         return replace(
             deviation,
             gaps=tuple(self._gap(i, choice) for i, choice in enumerate(choices) if choice != text[i]),
@@ -346,10 +346,10 @@ def _ratios(off: tuple[Tensor, Tensor], noise: tuple[Tensor, Tensor]) -> tuple[T
     return _units(off[0], noise[0]), _units(off[1], noise[1])
 
 
-def _highest(ratios: tuple[Tensor, Tensor], before: int) -> tuple[float, int, int]:
-    """The largest ratio of states and logits, its row and its position. before: the position of the first logits."""
+def _highest(ratios: tuple[Tensor, Tensor], first_position: int) -> tuple[float, int, int]:
+    """The largest ratio of states and logits, its row and its position. first_position: of the first logits."""
     states, logits = ratios
-    part, row, position = (states, 0, 0) if states.max() >= logits.max() else (logits, len(states), before)
+    part, row, position = (states, 0, 0) if states.max() >= logits.max() else (logits, len(states), first_position)
     at = int(part.argmax())
     return float(part.max()), row + at // part.shape[1], position + at % part.shape[1]
 

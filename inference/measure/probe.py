@@ -279,7 +279,7 @@ class _SizesInTurn:
     laps: (nodes, seconds) of every round's drafting.
     """
 
-    turns, most = len(SIZES), max(SIZES)
+    turns, max_nodes = len(SIZES), max(SIZES)
     counts_empty = True
     once: ClassVar[list[float]] = []
 
@@ -291,7 +291,7 @@ class _SizesInTurn:
 
     def into(self, drafter: Drafter) -> Drafter:
         """`drafter` with these sizes, also wider than its own: passes of several texts have so many rows."""
-        drafter.sizes, drafter.max_rows = self, self.most
+        drafter.sizes, drafter.max_rows = self, self.max_nodes
         return drafter
 
     def search_size(self) -> int:

@@ -64,9 +64,9 @@ class TreeLog(TokenSelector):
         return verified
 
 
-def shown_rounds(first: int, rounds: Sequence[Round], verified: Sequence[VerifiedTree]) -> tuple[ShownRound, ...]:
-    """The rounds of one text, of which `first` is the prefill's token."""
-    records, nodes = [ShownRound((first,))], 0
+def shown_rounds(first_token: int, rounds: Sequence[Round], verified: Sequence[VerifiedTree]) -> tuple[ShownRound, ...]:
+    """The rounds of one text, of which `first_token` is the prefill's token."""
+    records, nodes = [ShownRound((first_token,))], 0
     for r, (tokens, parents, path) in zip(rounds, verified, strict=True):
         nodes += len(tokens)
         tree = (tokens, parents, path) if nodes <= NODES_KEPT else ()
@@ -207,19 +207,19 @@ def read_results(folder: Path) -> dict[int, MeasuredPrompt]:
     return {measured.position: measured for path in paths for measured in read_lines(path, MeasuredPrompt)}
 
 
-def finished_results(folder: Path, size: int) -> list[MeasuredPrompt]:
-    """The results in `folder` by position, of groups of `size` prompts that are whole."""
+def finished_results(folder: Path, group_size: int) -> list[MeasuredPrompt]:
+    """The results in `folder` by position, of groups of `group_size` prompts that are whole."""
     results = read_results(folder)
-    counts = Counter(position // size for position in results)
-    return [measured for position, measured in sorted(results.items()) if counts[position // size] == size]
+    counts = Counter(position // group_size for position in results)
+    return [measured for position, measured in sorted(results.items()) if counts[position // group_size] == group_size]
 
 
-def read_lines(path: Path, kind: type[Record]) -> Iterator[Record]:
+def read_lines(path: Path, record_type: type[Record]) -> Iterator[Record]:
     """The whole lines of `append_line`. Raises `UserError` for a damaged one."""
     *lines, _torn = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
         try:
-            yield construct(kind, unseal_record(parse_json(line)))
+            yield construct(record_type, unseal_record(parse_json(line)))
         except UserError as error:
             raise UserError(
                 f"{path}:{number}: not a result of this version ({error}); remove the file and "

@@ -80,23 +80,23 @@ def measure_server(server: TimedServer, prompt: Sequence[int], seed: int = 0) ->
         return tokens
 
     seconds_to_first(known)  # the server keeps it from now on
-    token: list[float] = []
-    first: dict[int, list[float]] = {width: [] for width in WIDTHS}
-    unknown: list[float] = []
+    token_seconds: list[float] = []
+    first_seconds: dict[int, list[float]] = {width: [] for width in WIDTHS}
+    unknown_seconds: list[float] = []
     for turn in track_progress(range(TURNS), "measuring passes of the server", "turns"):
         for width in WIDTHS if turn % 2 else reversed(WIDTHS):
-            first[width].append(seconds_to_first([*known, *new_tokens(width)]))
+            first_seconds[width].append(seconds_to_first([*known, *new_tokens(width)]))
         _, steps, times, _ = server.stream(known, ANSWER_TOKENS, seed, ignore_eos=True)
-        token.append((times[-1] - times[1]) / max(1, sum(map(len, steps[1:]))))
+        token_seconds.append((times[-1] - times[1]) / max(1, sum(map(len, steps[1:]))))
         if turn < TURNS // 3:
-            unknown.append(seconds_to_first(new_tokens(PROMPT_TOKENS)))
-    if np.median(first[1]) > KEPT * np.median(unknown):
+            unknown_seconds.append(seconds_to_first(new_tokens(PROMPT_TOKENS)))
+    if np.median(first_seconds[1]) > KEPT * np.median(unknown_seconds):
         raise UserError(
             f"{server.setting}: it computes a known prompt again, so its passes cannot be timed by requests; let it "
             "keep the cache of prompts (vLLM: --enable-prefix-caching, llama-server: --cache-reuse), or start the "
             "engine by measure-engine"
         )
-    return ServerCosts(tuple(token), {width: tuple(seconds) for width, seconds in first.items()})
+    return ServerCosts(tuple(token_seconds), {width: tuple(seconds) for width, seconds in first_seconds.items()})
 
 
 def expected_speedup(

@@ -77,14 +77,14 @@ def warn_if_busy() -> None:
         warn(f"the load average is {load:.1f} on {cores} cores: {effects}")
 
 
-def judge_load(shares: Iterable[float | None], loads: Iterable[float | None], cores: int) -> MachineLoad:
+def judge_load(cpu_shares: Iterable[float | None], loads: Iterable[float | None], cores: int) -> MachineLoad:
     """The load from values per prompt. cores: the machine's number of cores."""
-    measurements = ([value for value in values if value is not None] for values in (shares, loads))
-    share, load = (statistics.median(values) if values else None for values in measurements)
+    measurements = ([value for value in values if value is not None] for values in (cpu_shares, loads))
+    cpu_share, load = (statistics.median(values) if values else None for values in measurements)
     signs = []
-    if share is not None and share < LEAST_SHARE:
-        signs.append(f"plain decoding got {100 * share:.0f} % of the CPU time that its threads could use")
+    if cpu_share is not None and cpu_share < LEAST_SHARE:
+        signs.append(f"plain decoding got {100 * cpu_share:.0f} % of the CPU time that its threads could use")
     if load is not None and load > cores + MOST_LOAD:
         signs.append(f"the load average was {load:.1f} on {cores} cores")
     busy = f"The machine was busy: {' and '.join(signs)}." if signs else None
-    return MachineLoad(share, load, busy)
+    return MachineLoad(cpu_share, load, busy)

@@ -64,7 +64,7 @@ def build_report(
     figures = make_figures(results, method, streams)
     excusing = conditions.computes_in in HALF_NAMES
     lossless = compare_texts(results, method, sampled=conditions.temperature > 0, excusing=excusing)
-    groups = {name: [r for r in results if r.category == name] for name in sorted({r.category for r in results})}
+    by_category = {name: [r for r in results if r.category == name] for name in sorted({r.category for r in results})}
     return MethodReport(
         method=method,
         conditions=conditions,
@@ -89,7 +89,7 @@ def build_report(
         acceptance_by_position=acceptance_by_position(generations),
         acceptance_given_previous=acceptance_by_position(generations, given_previous=True),
         by_category={
-            name: make_figures(group, method, streams.within("category", name)) for name, group in groups.items()
+            name: make_figures(group, method, streams.within("category", name)) for name, group in by_category.items()
         },
         transformers_generate=generate_speed(results, streams),
         speedup_per_prompt=speedups(results, method, AUTOREGRESSIVE),

@@ -157,8 +157,8 @@ def list_differences(before: Evaluation, after: Evaluation) -> dict[str, tuple[o
     """Differences of the two runs other than methods: settings and facts that a reader must know."""
     keys = ("target", "drafter", "dtype", "device", "runtime", "kernels", "temperature", "max_new_tokens", "machine",
             "made_with", "digests", "seed")  # fmt: skip
-    first, second = ({**vars(run.first.conditions), **vars(run.first)} for run in (before, after))
-    return {key: (first[key], second[key]) for key in keys if first[key] != second[key]}
+    facts_before, facts_after = ({**vars(run.first.conditions), **vars(run.first)} for run in (before, after))
+    return {key: (facts_before[key], facts_after[key]) for key in keys if facts_before[key] != facts_after[key]}
 
 
 def compare_methods(
@@ -200,12 +200,12 @@ def _tau(result: PromptResult, method: str) -> float:
 
 
 def comparison_table(comparison: Comparison) -> str:
-    (first, second), (turns_before, turns_after, shared) = comparison.compare, comparison.prompts
+    (name_before, name_after), (turns_before, turns_after, shared) = comparison.compare, comparison.prompts
     loops = max((row.loops for row in comparison.methods), key=lambda loops: loops.looping)
     lines = [
-        f"# {second} over {first}",
+        f"# {name_after} over {name_before}",
         "",
-        f"{shared} shared turns, of {turns_before} and {turns_after}. A ratio above 1 is in favour of {second}. "
+        f"{shared} shared turns, of {turns_before} and {turns_after}. A ratio above 1 is in favour of {name_after}. "
         f"{loops}.",
         "",
         *fill_table(COMPARED, ({**vars(row), "prompts": shared} for row in comparison.methods)).markdown(),

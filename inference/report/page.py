@@ -88,12 +88,12 @@ class Pieces:
 
     def split(self, tokens: Sequence[int]) -> list[str]:
         """The text of `tokens` in a part for each token. A part is empty while its last character is incomplete."""
-        parts, length = [], 0
+        parts, shown_length = [], 0
         for end in range(1, len(tokens) + 1):
             text = self._decode(tokens[:end])
             is_complete = end == len(tokens) or not text.endswith("\ufffd")
-            parts.append(text[length:] if is_complete else "")
-            length = len(text) if is_complete else length
+            parts.append(text[shown_length:] if is_complete else "")
+            shown_length = len(text) if is_complete else shown_length
         return parts
 
 

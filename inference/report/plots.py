@@ -45,7 +45,7 @@ def plot_speedups(reports: Sequence[MethodReport]) -> Figure:
     axes = plot.subplots()
     medians = [report.figures.speedup.median or 0 for report in reports]
     highest = max((speedup.ci95[1] for report in reports if (speedup := report.figures.speedup).ci95), default=0)
-    most = max(1.2, min(highest, 2.5 * max(medians)))
+    axis_end = max(1.2, min(highest, 2.5 * max(medians)))
     for row, report in enumerate(reports):
         values, speedup, colour = [*report.speedup_per_prompt.values()], report.figures.speedup, COLOURS[row % 8]
         wrong = ", not lossless" if report.verdict in (NOT_LOSSLESS, TARGET_DIFFERS) else ""
@@ -55,9 +55,9 @@ def plot_speedups(reports: Sequence[MethodReport]) -> Figure:
         if speedup.median is not None and speedup.ci95 is not None:
             axes.plot(speedup.ci95, [row + 0.25] * 2, color=colour, linewidth=3)
             axes.plot(speedup.median, row + 0.25, MARKERS[row % 5], markersize=8, color=colour)
-            if speedup.ci95[1] > most:
-                axes.plot(most, row + 0.25, ">", markersize=8, color=colour)
-    limits = {"xlim": (0, 1.05 * most), "ylim": (len(reports) - 0.5, -0.7)}
+            if speedup.ci95[1] > axis_end:
+                axes.plot(axis_end, row + 0.25, ">", markersize=8, color=colour)
+    limits = {"xlim": (0, 1.05 * axis_end), "ylim": (len(reports) - 0.5, -0.7)}
     axes.set(xlabel="times as fast as plain decoding", yticks=[], **limits)
     return plot
 

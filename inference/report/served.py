@@ -83,18 +83,18 @@ class EngineRun:
     counts: ServerCounts = ()
 
 
-def served_row(run: EngineRun, streams: Streams) -> ServedRow:
+def served_row(run: EngineRun, random_streams: Streams) -> ServedRow:
     method, results, totals, references = run.method, run.results, run.totals, run.references
     arms = {arm: name for arm, name in ((PLAIN, AUTOREGRESSIVE), (DRAFTED, method)) if arm in totals}
     by_arm = {arm: [r.generations[name] for r in results] for arm, name in arms.items()}
-    pairs = [r for r in results if PLAIN in arms and all(g.rounds for g in r.generations.values())]
+    paired_results = [r for r in results if PLAIN in arms and all(g.rounds for g in r.generations.values())]
     over_plain, loopless = (
-        speedup(texts, method, AUTOREGRESSIVE, streams, after_first_step)
-        for texts in (pairs, without_loops(pairs, method, AUTOREGRESSIVE))
+        speedup(texts, method, AUTOREGRESSIVE, random_streams, after_first_step)
+        for texts in (paired_results, without_loops(paired_results, method, AUTOREGRESSIVE))
     )
     same = {arm: None if references is None else _count_equal(texts, references) for arm, texts in by_arm.items()}
     flags = [name for texts in by_arm.values() for g in texts for name in g.totals]
-    tau, rounds, acceptance = _acceptance(by_arm[DRAFTED], run, streams)
+    tau, rounds, acceptance = _acceptance(by_arm[DRAFTED], run, random_streams)
     return ServedRow(
         engine=run.engine,
         options=run.options,
@@ -140,7 +140,7 @@ def _without_last(generation: Generation) -> Generation:
 
 
 def _acceptance(
-    texts: Texts, run: EngineRun, streams: Streams
+    texts: Texts, run: EngineRun, random_streams: Streams
 ) -> tuple[float | None, int | None, tuple[DepthShare, ...]]:
     """τ, rounds and acceptance by depth in the engine; None for what is unknown. texts: of the arm that drafts.
 
@@ -152,15 +152,15 @@ def _acceptance(
     rows = [row for row, _ in run.counts if row is not None]
     if not rows:
         tau = decode_statistics(map(_without_last, texts)).tau
-        return tau, int(there[:, 0].sum()), _compare_depths(there, local, units, streams)
+        return tau, int(there[:, 0].sum()), _compare_depths(there, local, units, random_streams)
     if any(len(row) != 1 + depth for row in rows):  # a server that does not count by depth
         return None, None, ()
     edges = [*accumulate((prompts for _, prompts in run.counts), initial=0)]
     there, local = (np.add.reduceat(side, edges[:-1]) for side in (there, local))  # [blocks, 1 + K]
     there[[row is not None for row, _ in run.counts]] = rows
     rounds, accepted = int(there[:, 0].sum()), int(there[:, 1:].sum())
-    groups = [" ".join(units[start:end]) for start, end in pairwise(edges)]
-    compared = _compare_depths(there, local, groups, streams, len(texts) / max(1, rounds))
+    block_units = [" ".join(units[start:end]) for start, end in pairwise(edges)]
+    compared = _compare_depths(there, local, block_units, random_streams, len(texts) / max(1, rounds))
     return 1 + accepted / max(1, rounds), rounds, compared
 
 
@@ -174,7 +174,7 @@ def _depths(generations: Iterable[Generation], depth: int) -> RoundCounts:
 
 
 def _compare_depths(
-    there: RoundCounts, here: RoundCounts, units: Sequence[str], streams: Streams, tolerance: float = 0.0
+    there: RoundCounts, here: RoundCounts, units: Sequence[str], random_streams: Streams, tolerance: float = 0.0
 ) -> tuple[DepthShare, ...]:
     """By depth: the share of rounds accepted so far there and here, and the interval of the difference over units.
 
@@ -185,7 +185,7 @@ def _compare_depths(
     counts = np.zeros((2, len(rows), there.shape[1]), np.int64)  # [sides, units, 1 + K]
     for side, side_counts in enumerate((there, here)):
         np.add.at(counts[side], [rows[unit] for unit in units], side_counts)
-    picks = streams.arrays("served").integers(counts.shape[1], size=(_DRAWS, counts.shape[1]))  # [draws, units]
+    picks = random_streams.arrays("served").integers(counts.shape[1], size=(_DRAWS, counts.shape[1]))  # [draws, units]
     drawn = counts[:, picks].sum(2)  # [sides, draws, 1 + K]
     shares, sampled = (part[..., 1:] / np.maximum(1, part[..., :1]) for part in (counts.sum(1), drawn))
     low, high = np.quantile(sampled[0] - sampled[1], (0.025, 0.975), axis=0)
@@ -247,7 +247,7 @@ def _notes(report: MethodReport, rows: Sequence[ServedRow]) -> Iterator[str]:
         again = f": {retokenised} texts came without token ids and were tokenised again"
         yield f"{again}; {unread} of them are not tokenised so, and not audited."
     differing = {share.depth for row in rows for share in row.acceptance if share.differs}
-    if differing and not rows[0].options.get("speculative_config") and KINDS[source_of(report)].served != "ngram":
+    if differing and not rows[0].options.get("speculative_config") and KINDS[source_of(report)].vllm_method != "ngram":
         yield (
             f": the engine accepts otherwise than this runtime at depth {min(differing)}. "
             "One of them reads the drafter in another way (doctor=true says whether it is this one), or chooses "
@@ -266,26 +266,26 @@ def schedule_lines(reports: Sequence[MethodReport]) -> list[str]:
         rows = [row for report in reports if source_of(report) == kind for row in report.served or ()]
         if any(row.load.busy or row.speedup_without_loops.prompts < MIN_PROMPTS for row in rows):
             continue  # then nothing can be faster
-        steps, lengths = choose_lengths(rows), sorted({row.draft_tokens for row in rows})
+        k_ranges, lengths = choose_lengths(rows), sorted({row.draft_tokens for row in rows})
         usual = _USUAL_LENGTH if _USUAL_LENGTH in lengths else lengths[len(lengths) // 2]
         medians = {(row.concurrency, row.draft_tokens): row.speedup_without_loops.median or 0 for row in rows}
-        ranges = [f"{count if first == count else f'{first}–{count}'}: K = {k}" for first, count, k in steps]
-        gains = [f"{medians.get((count, k), 1) / medians[count, usual]:.2f}× at {count}" for _, count, k in steps]
-        pays = f"Draft lengths that pay for {kind} by requests at a time: {', '.join(ranges)}"
+        range_texts = [f"{count if first == count else f'{first}–{count}'}: K = {k}" for first, count, k in k_ranges]
+        gains = [f"{medians.get((count, k), 1) / medians[count, usual]:.2f}× at {count}" for _, count, k in k_ranges]
+        pays = f"Draft lengths that pay for {kind} by requests at a time: {', '.join(range_texts)}"
         gain = f"Over K = {usual} everywhere this gains {', '.join(gains)}, on these prompts."
         lines += ["", f"{pays}. {gain}", "", *_expected_speedups(rows)]
-        if any(k for *_, k in steps) and (option := _engine_option(kind, rows[0].engine, steps)):
+        if any(k for *_, k in k_ranges) and (option := _engine_option(kind, rows[0].engine, k_ranges)):
             lines += ["", "```", json.dumps(option), "```"]
     return lines
 
 
-def _engine_option(kind: str, engine: str, steps: Sequence[tuple[int, int, int]]) -> Mapping[str, object] | None:
+def _engine_option(kind: str, engine: str, k_ranges: Sequence[tuple[int, int, int]]) -> Mapping[str, object] | None:
     """The option by which an engine drafts by `choose_lengths`; None if it has none."""
     if kind == EAGLE3.name and engine.startswith("sglang"):  # --speculative-adaptive-config
-        return {str(first): {"candidate_steps": [k]} for first, _, k in steps}
+        return {str(first): {"candidate_steps": [k]} for first, _, k in k_ranges}
     if not engine.startswith("vllm"):
         return None
-    return {"num_speculative_tokens": max(k for *_, k in steps), "num_speculative_tokens_per_batch_size": steps}
+    return {"num_speculative_tokens": max(k for *_, k in k_ranges), "num_speculative_tokens_per_batch_size": k_ranges}
 
 
 def _expected_speedups(rows: Sequence[ServedRow]) -> Iterator[str]:
@@ -318,9 +318,9 @@ def _cost(row: ServedRow) -> float:
 
 def _share(rows: Sequence[ServedRow], index: int) -> float:
     """The share of rounds that accepted the token at this index, among rounds that drafted so far."""
-    long = [row for row in rows if row.draft_tokens > index]
-    accepted = sum((row.rounds or 0) * row.acceptance[index].served for row in long)
-    return accepted / sum(row.rounds or 0 for row in long)
+    reaching = [row for row in rows if row.draft_tokens > index]
+    accepted = sum((row.rounds or 0) * row.acceptance[index].served for row in reaching)
+    return accepted / sum(row.rounds or 0 for row in reaching)
 
 
 def choose_lengths(rows: Sequence[ServedRow]) -> list[tuple[int, int, int]]:
@@ -328,10 +328,10 @@ def choose_lengths(rows: Sequence[ServedRow]) -> list[tuple[int, int, int]]:
 
     A range ends with a measured concurrency: with 1 and 8 measured, [(1, 1, 5), (2, 8, 2)]. Beyond 8 nothing is known.
     """
-    steps, first = [], 1
+    k_ranges, first_count = [], 1
     for count in sorted({row.concurrency for row in rows}):
         faster = [row for row in rows if row.concurrency == count and row.verdict == "faster"]
         best = max(faster, key=lambda row: row.speedup_without_loops.median or 0, default=None)
-        steps.append((first, count, best.draft_tokens if best else 0))
-        first = count + 1
-    return steps
+        k_ranges.append((first_count, count, best.draft_tokens if best else 0))
+        first_count = count + 1
+    return k_ranges

@@ -97,11 +97,11 @@ def start_engine(
 
 def to_generation(steps: Sequence[Sequence[int]], times: Sequence[float], drafted: int) -> Generation:
     """The engine's output by steps; every step after the first is a round. times: of the begin and of each step."""
-    (first, *passes), (begun, prefilled, *times) = steps, times
-    spent = [end - start for start, end in zip([prefilled, *times], times, strict=False)]
+    (first_tokens, *passes), (begun, prefilled, *times) = steps, times
+    round_seconds = [end - start for start, end in zip([prefilled, *times], times, strict=False)]
     rounds = tuple(
         Round(tuple(ids), drafted=drafted, accepted=len(ids) - 1, depth=drafted, seconds=seconds)
-        for ids, seconds in zip(passes, spent, strict=True)
+        for ids, seconds in zip(passes, round_seconds, strict=True)
     )
-    text = tuple(token for tokens in (first, *passes) for token in tokens)
-    return Generation(text, prefilled - begun, sum(spent), rounds)
+    text = tuple(token for tokens in (first_tokens, *passes) for token in tokens)
+    return Generation(text, prefilled - begun, sum(round_seconds), rounds)

@@ -130,17 +130,17 @@ class NgramProposer:
 
         fresh: the ids of each slot's text now. counts: the tokens of this step, by slot.
         """
-        before = self._texts
-        self._texts = {slot: before.pop(slot) for slot in fresh if slot in before and before[slot].begins(fresh[slot])}
+        prior = self._texts
+        self._texts = {slot: prior.pop(slot) for slot in fresh if slot in prior and prior[slot].begins(fresh[slot])}
         for slot in [slot for slot in fresh if slot not in self._texts]:
-            moved = [origin for origin in before if before[origin].begins(fresh[slot])]
+            moved = [origin for origin in prior if prior[origin].begins(fresh[slot])]
             if moved:
-                self._texts[slot] = before.pop(max(moved, key=lambda origin: before[origin].length))
+                self._texts[slot] = prior.pop(max(moved, key=lambda origin: prior[origin].length))
             else:
                 prompt = fresh[slot][: max(0, len(fresh[slot]) - counts[slot])]
                 self._texts[slot] = self.text(self._table, self._longest + self._most, prompt)
         # A text without tokens in this step may continue in the next; texts beyond the batch have ended.
-        self._texts |= {slot: before[slot] for slot in before if slot < len(counts) and slot not in self._texts}
+        self._texts |= {slot: prior[slot] for slot in prior if slot < len(counts) and slot not in self._texts}
 
     @cached_property
     def _table(self) -> TrigramTable:

@@ -16,7 +16,7 @@ from outrider.inference.settings.method import AUTO, MethodConfig, NgramConfig
 
 Engine = Literal["vllm", "openvino", "transformers"]
 MODULES: Mapping[str, str] = {"vllm": "vllm", "openvino": "openvino_genai", "transformers": "transformers"}
-# The ways of drafting of engines that have fewer than vLLM, by vLLM's names (see `Kind.served`).
+# The ways of drafting of engines that have fewer than vLLM, by vLLM's names (see `Kind.vllm_method`).
 DRAFTS: Mapping[str, Collection[str]] = dict.fromkeys(("openvino", "transformers"), ("draft_model", "ngram"))
 _SERVED_NGRAMS = NgramConfig(evidence="mixed", depth=1, nodes=1)  # by `NgramProposer`, which drafts chains of any depth
 
@@ -24,7 +24,7 @@ _SERVED_NGRAMS = NgramConfig(evidence="mixed", depth=1, nodes=1)  # by `NgramPro
 def refusal_of(engine: str, method: MethodConfig) -> str | None:
     """Why `engine` cannot run `method`; None if it can. A server by its URL may be any engine."""
     kind = KINDS[method.source]
-    if kind.served is None or kind.served not in DRAFTS.get(engine, (kind.served,)):
+    if kind.vllm_method is None or kind.vllm_method not in DRAFTS.get(engine, (kind.vllm_method,)):
         return f"it does not draft by {method.source}"
     if method.verify not in (AUTO, "exact"):
         return "it verifies exactly, token by token"

@@ -24,7 +24,7 @@ class Kind:
     calibration: the folder of a calibration head in its model's directory, "" for the directory itself; None: it has no
     hidden states that a head could read, or no directory. Other engines read every *.safetensors file in a model's
     directory, so a head for a model in their format needs a separate folder.
-    served: the method of vLLM that drafts with it; None: only this runtime does.
+    vllm_method: the method of vLLM that drafts with it; None: only this runtime does.
     layers: it drafts with layers of the target, which must run layer by layer.
     """
 
@@ -37,7 +37,7 @@ class Kind:
     shaped: bool = True
     keys: tuple[str, ...] = ()
     calibration: str | None = None
-    served: str | None = None
+    vllm_method: str | None = None
     layers: bool = False
 
     @property

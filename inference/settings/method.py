@@ -303,11 +303,11 @@ def settings_of(name: str) -> dict[str, object]:
     from omegaconf import OmegaConf  # vLLM's environment has none, and drafts by settings of its own
 
     source, *parts = name.split("/")
-    groups = {group: part for group in PARTS for part in parts if part in choices_of(group)}
-    if list(groups.values()) != parts or (not parts and source not in choices_of("method")):
+    part_of_group = {group: part for group in PARTS for part in parts if part in choices_of(group)}
+    if list(part_of_group.values()) != parts or (not parts and source not in choices_of("method")):
         raise UserError(no_such_method(name))
     settings: dict[str, object] = {"source": source} if parts else {}
-    for file in [f"{group}/{part}" for group, part in groups.items()] or [f"method/{name}"]:
+    for file in [f"{group}/{part}" for group, part in part_of_group.items()] or [f"method/{name}"]:
         content = OmegaConf.to_container(OmegaConf.load(CONF_DIR / f"{file}.yaml"))
         settings |= {str(key): value for key, value in content.items()} if isinstance(content, dict) else {}
     return settings

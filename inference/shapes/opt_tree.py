@@ -61,7 +61,7 @@ class OptTree(Tree):
             super().__init__(settings, sizes.max_nodes * sizes.max_depth, sizes.max_depth)
 
     def draft(self, source: Source, root: Tensor, limit: int) -> OptimalTree:
-        settings, steps, to_probs = self.settings, self.steps(limit), self.ranking(source)
+        settings, max_levels, to_probs = self.settings, self.steps(limit), self.ranking(source)
         growth = None if self.sizes is None else self.sizes.begin()
         nodes = known_size(settings.nodes) if growth is None else growth.nodes
         delta, width, temperature = settings.delta or 0.0, settings.width, settings.temperature
@@ -69,7 +69,7 @@ class OptTree(Tree):
         best: list[tuple[float, int]] = []  # (−p̂, level) of the nodes of the best tree, ascending
         frontier, rows = _Frontier(root, [ROOT], [1.0], None), range(0)  # rows: of the nodes that were fed last
         gain, expected, count = math.inf, 0.0, 0
-        while len(levels) < steps and gain > delta and frontier.parent_rows:
+        while len(levels) < max_levels and gain > delta and frontier.parent_rows:
             logits = source.extend(frontier.tokens, frontier.parent_rows)  # [m, V]
             if levels:
                 levels[-1].fed = len(logits)

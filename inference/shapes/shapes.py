@@ -57,10 +57,10 @@ class Chain(Structure):
         self.generator = generator
 
     def draft(self, source: Source, root: Tensor, limit: int) -> DraftTree:
-        steps, to_probs, generator = self.steps(limit), source.to_probs, self.generator
+        max_steps, to_probs, generator = self.steps(limit), source.to_probs, self.generator
         tokens = [root]
         q: dict[int, Tensor] = {}
-        while len(tokens) <= steps:
+        while len(tokens) <= max_steps:
             row = len(tokens) - 1
             logits = source.extend(tokens[-1], (row - 1,))
             if generator is None:
@@ -190,12 +190,12 @@ class Ranked(Tree):
         Without a sampler, unprocessed logits are ranked. Paths longer than `limit` and ranks beyond the vocabulary are
         left out.
         """
-        steps, to_probs = self.steps(limit), self.ranking(source)
-        if steps < 1:
+        max_levels, to_probs = self.steps(limit), self.ranking(source)
+        if max_levels < 1:
             return DraftTree(root[:0], (), ())
         logits = source.extend(root, (ROOT,))  # [1, V]
         vocabulary = logits.shape[-1]
-        plan = _plan(shape, steps, vocabulary, root.device)
+        plan = _plan(shape, max_levels, vocabulary, root.device)
         levels: list[Tensor] = []  # the tokens of every level
         fed_rows = 0
         for level in plan.levels:
@@ -319,13 +319,13 @@ def _draw(probs: Tensor, count: int, generator: random.Random, replacement: bool
     Without replacement, each drawn token's q is set to 0 before the next draw. This has the distribution of Gumbel
     top-k, and needs one cumulative sum per draw instead of V random numbers per row.
     """
-    rounds, per_round = (1, count) if replacement else (count, 1)
-    q = probs if rounds == 1 else probs.clone()
+    draw_count, per_draw = (1, count) if replacement else (count, 1)
+    q = probs if draw_count == 1 else probs.clone()
     drawn = []
-    for i in range(rounds):
-        uniforms = [generator.random() for _ in range(len(probs) * per_round)]
-        numbers = torch.tensor(uniforms, dtype=torch.float64).view(len(probs), per_round)
+    for i in range(draw_count):
+        uniforms = [generator.random() for _ in range(len(probs) * per_draw)]
+        numbers = torch.tensor(uniforms, dtype=torch.float64).view(len(probs), per_draw)
         drawn.append(invert(q, numbers.to(probs.device, non_blocking=True)))  # [m, per_round]
-        if i + 1 < rounds:
+        if i + 1 < draw_count:
             q.scatter_(-1, drawn[-1].clamp(min=0), 0.0)  # an exhausted row is 0 already
     return torch.cat(drawn, dim=-1)

@@ -150,10 +150,10 @@ class Graph(Tree):
             logits = source.extend(tokens, parent_rows)  # [m, V]
             rows = range(rows.stop, rows.stop + len(fed_nodes))
             top = to_probs(logits, rows).topk(min(self.settings.out_degree, logits.shape[-1]))  # [m, k]
-            table = torch.cat([top.values.float(), top.indices.float()], dim=-1)  # token ids below 2^24 are exact
+            top_packed = torch.cat([top.values.float(), top.indices.float()], dim=-1)  # token ids below 2^24 are exact
             if depth == 1:
-                table = torch.cat([table, root[None].float()], dim=-1)
-            lines: list[list[float]] = table.tolist()  # of each fed node: k values of q, k tokens
+                top_packed = torch.cat([top_packed, root[None].float()], dim=-1)
+            lines: list[list[float]] = top_packed.tolist()  # of each fed node: k values of q, k tokens
             if depth == 1:
                 graph.root_token = int(lines[0].pop())
             else:
@@ -211,10 +211,10 @@ def _add_children(
     """
     candidates = []  # (p̂, parent, token, q, largest)
     for parent, line in zip(nodes, lines, strict=True):
-        k, above = len(line) // 2, graph.path_prob(parent)
+        k, parent_prob = len(line) // 2, graph.path_prob(parent)
         for prob, token in zip(line[:k], line[k:], strict=True):
             if prob > 0:
-                candidates.append((above * prob, parent, int(token), prob, line[0]))
+                candidates.append((parent_prob * prob, parent, int(token), prob, line[0]))
     free = node_budget - len(graph.tokens)
     if len(candidates) > free:
         order = sorted(range(len(candidates)), key=lambda i: -candidates[i][0])[:free]

@@ -48,9 +48,9 @@ class Costs:
         passes = zip(self.step, self.verify[1:], strict=False)
         return tuple(step + verify + self.overhead for step, verify in passes)
 
-    def of_chain(self, length: int) -> float:
+    def of_chain(self, draft_tokens: int) -> float:
         """Seconds of a round with a chain of so many tokens."""
-        return length * self.step[1] + self.verify[length + 1] + self.overhead
+        return draft_tokens * self.step[1] + self.verify[draft_tokens + 1] + self.overhead
 
     def summary(self) -> dict[str, float | dict[str, float]]:
         """The curves at a few widths, for a report."""
@@ -92,21 +92,21 @@ def _average_falling(values: Sequence[float]) -> list[float]:
     """Isotonic regression: falling runs are replaced by their means until none is left. 1, 3, 2, 4 → 1, 2.5, 2.5, 4."""
     runs: list[tuple[float, int]] = []  # mean, length
     for value in values:
-        mean, length = value, 1
+        mean, run_length = value, 1
         while runs and runs[-1][0] > mean:
-            before, count = runs.pop()
-            mean, length = (before * count + mean * length) / (count + length), count + length
-        runs.append((mean, length))
-    return [mean for mean, length in runs for _ in range(length)]
+            earlier_mean, count = runs.pop()
+            mean, run_length = (earlier_mean * count + mean * run_length) / (count + run_length), count + run_length
+        runs.append((mean, run_length))
+    return [mean for mean, run_length in runs for _ in range(run_length)]
 
 
 def _interpolate(widths: list[float], levels: list[float], width: float) -> float:
     """The level at `width` of the line through the points (widths, levels), which goes on as in `curve`."""
     if width <= widths[0] or len(widths) == 1:
         return levels[0]
-    right = next((i for i, knot in enumerate(widths) if knot >= width), len(widths) - 1)
-    slope = (levels[right] - levels[right - 1]) / (widths[right] - widths[right - 1])
-    return levels[right] + slope * (width - widths[right])
+    knot_index = next((i for i, knot in enumerate(widths) if knot >= width), len(widths) - 1)
+    slope = (levels[knot_index] - levels[knot_index - 1]) / (widths[knot_index] - widths[knot_index - 1])
+    return levels[knot_index] + slope * (width - widths[knot_index])
 
 
 LOSS = 0.02  # share of plain decoding's rate

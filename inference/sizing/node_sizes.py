@@ -41,7 +41,7 @@ class BestNodes:
     A search takes time that texts do not share. So in a batch a text whose last drafts did not pay searches seldom.
     """
 
-    most = MOST_NODES
+    max_nodes = MOST_NODES
 
     def __init__(
         self, tuning: Tuning, *, prior: float = TREE_OWN, neighbour: float = TREE_NEIGHBOUR, loss: float = LOSS

@@ -74,14 +74,14 @@ class Evidence:
     """
 
     def __init__(
-        self, size: int, tuning: Tuning, *, prior: float = OWN, neighbour: float = NEIGHBOUR, start: float = 0.5
+        self, index_count: int, tuning: Tuning, *, prior: float = OWN, neighbour: float = NEIGHBOUR, start: float = 0.5
     ):
-        self.tried, self.right = [0.0] * size, [0.0] * size
-        self._weights, self._neighbour, self._start = [prior] * size, neighbour, [start] * size
+        self.tried, self.right = [0.0] * index_count, [0.0] * index_count
+        self._weights, self._neighbour, self._start = [prior] * index_count, neighbour, [start] * index_count
         self._shared = tuning.shared is not None
         self._prior_trials = tuning.shared().trials if tuning.shared else ([*tuning.tried], [*tuning.right])
         for counts in self._prior_trials:
-            counts += [0.0] * (size - len(counts))
+            counts += [0.0] * (index_count - len(counts))
 
     def add(self, trials: Trials) -> None:
         outcomes = [*trials]
@@ -102,8 +102,8 @@ class Evidence:
     ) -> list[float]:
         estimates: list[float] = []
         for trials, hits, base, weight in zip(tried, right, prior, weights, strict=False):
-            near, before = (self._neighbour, estimates[-1]) if estimates else (0.0, 0.0)
-            estimates.append((hits + weight * base + near * before) / (trials + weight + near))
+            neighbour, previous = (self._neighbour, estimates[-1]) if estimates else (0.0, 0.0)
+            estimates.append((hits + weight * base + neighbour * previous) / (trials + weight + neighbour))
         return estimates
 
 
@@ -121,12 +121,12 @@ def best_prefix(worths: Iterable[float], seconds: Iterable[float], rate: float =
     return count, rate
 
 
-def best_length(shares: Sequence[float], costs: Costs) -> tuple[int, float]:
+def best_length(acceptance: Sequence[float], costs: Costs) -> tuple[int, float]:
     """The length ≥ 1 of a chain with the most tokens per second, and that rate.
 
     shares[k]: how often token k + 1 is right if all earlier ones are.
     """
-    return best_prefix(itertools.accumulate(shares, operator.mul), map(costs.of_chain, itertools.count(1)))
+    return best_prefix(itertools.accumulate(acceptance, operator.mul), map(costs.of_chain, itertools.count(1)))
 
 
 def trials_in_chain(drafted: int, accepted: int) -> Trials:
@@ -230,9 +230,9 @@ class TreeGrowth:
 
     def _add_level(self, branch_probs: Sequence[float], parents: Sequence[int]) -> None:
         """Add the worths of a level's nodes."""
-        above = self._worths[-1] if self._worths else [1.0]
+        worths_above = self._worths[-1] if self._worths else [1.0]
         shares = (min(1.0, q * self._trust[band(q)]) for q in branch_probs)
-        self._worths.append([above[parent] * share for parent, share in zip(parents, shares, strict=True)])
+        self._worths.append([worths_above[parent] * share for parent, share in zip(parents, shares, strict=True)])
 
     def _best_feed(self, gains: Sequence[float], worths: Sequence[float], emitted: float) -> tuple[int, float]:
         """The number of rows to feed next, and the tokens per second then expected."""

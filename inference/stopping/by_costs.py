@@ -40,8 +40,8 @@ class Trust:
     """
 
     def __init__(self, prior: Belief):
-        (self.offset, offset), (self.slope, slope) = prior.offset, prior.slope
-        self._prior = offset**2, slope**2
+        (self.offset, offset_deviation), (self.slope, slope_deviation) = prior.offset, prior.slope
+        self._prior = offset_deviation**2, slope_deviation**2
         self._variance = (*self._prior, 0.0)  # of the offset, of the slope, and their covariance
 
     def probability(self, score: float) -> float:
@@ -50,8 +50,8 @@ class Trust:
 
     def drift(self) -> None:
         """Increase the variances for another round."""
-        (offset, slope, covariance), (first, second) = self._variance, self._prior
-        self._variance = (offset + DRIFT * first, slope + DRIFT * second, covariance)
+        (offset, slope, covariance), (prior_offset, prior_slope) = self._variance, self._prior
+        self._variance = (offset + DRIFT * prior_offset, slope + DRIFT * prior_slope, covariance)
 
     def learn(self, score: float, right: bool) -> None:
         """Learn from a tested token with this score."""

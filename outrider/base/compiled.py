@@ -37,11 +37,11 @@ def compile_function(
 
 def compile_entry(function: Callable[..., None], signature: str, fastmath: set[str]) -> CFunc:
     """`function` with a C entry of this `signature`, compiled now by `cfunc` and cached on disk."""
-    before, began = _clock.seconds, time.perf_counter()
+    seconds_before, began = _clock.seconds, time.perf_counter()
     with _in_our_folder():
         compiled = numba.cfunc(signature, cache=True, fastmath=fastmath, error_model="numpy")(function)
     if not compiled.cache_hits:  # these seconds include the functions that it calls, which `_clock` counted too
-        _clock.seconds = before
+        _clock.seconds = seconds_before
         _clock.add(time.perf_counter() - began)
     return compiled
 

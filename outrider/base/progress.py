@@ -45,17 +45,17 @@ class Stage(AbstractContextManager["Stage"]):
         total: float | None = None,
         unit: str = "",
         *,
-        first: float = 0,
+        done_before: float = 0,
         most: float = math.inf,
         estimate: Callable[[], float | None] | None = None,
     ):
-        """total: the number of units, None if unknown; `first` of them were done before. unit: their name.
+        """total: the number of units, None if unknown; `done_before` of them were done before. unit: their name.
 
         most: seconds after which the stage is expected to end even if units are left. estimate: computes
         `seconds_left` where it does not follow from the units done.
         """
-        self.what, self.total, self.unit, self.done = what, total, unit, first
-        self._first, self._most, self._estimate, self._shown_left = first, most, estimate, math.inf
+        self.what, self.total, self.unit, self.done = what, total, unit, done_before
+        self._done_before, self._max_seconds, self._estimate, self._shown_left = done_before, most, estimate, math.inf
         self.after = 0.0  # seconds from the last unit to the end
         self.began = time.monotonic()
 
@@ -71,11 +71,11 @@ class Stage(AbstractContextManager["Stage"]):
         """Remaining seconds: by the pace of the units so far, and until `most`; None if neither is known."""
         if self._estimate is not None:
             return self._estimate()
-        units, estimates = self.done - self._first, []
+        units, estimates = self.done - self._done_before, []
         if self.total is not None and units:
             estimates.append(self.seconds_spent / units * (self.total - self.done) + self.after)
-        if self.seconds_spent < self._most < math.inf:
-            estimates.append(self._most - self.seconds_spent)
+        if self.seconds_spent < self._max_seconds < math.inf:
+            estimates.append(self._max_seconds - self.seconds_spent)
         return max(0.0, min(estimates)) if estimates else None
 
     @property

@@ -154,15 +154,15 @@ def _describe_process(holder: Path) -> str:
         return f"a process that {holder.name} does not name"
 
 
-def check_identity(before: object, identity: Mapping[str, object], where: Path) -> None:
-    """Raise `UserError` naming every entry in which `identity` differs from `before`, JSON that was read from `where`.
+def check_identity(old_identity: object, identity: Mapping[str, object], where: Path) -> None:
+    """Raise `UserError` naming every entry in which `identity` differs from `old_identity`, the JSON in `where`.
 
     "code", the version that wrote the record, may differ: a run of a week must survive a fix of unrelated code.
     """
-    if not isinstance(before, Mapping):
+    if not isinstance(old_identity, Mapping):
         raise UserError(f"resume=true: {where} does not say how it was made; give another out_dir")
-    before = {key: value for key, value in before.items() if key != "code"}
-    changes = differences(before, json.loads(json.dumps(identity)))
+    old_identity = {key: value for key, value in old_identity.items() if key != "code"}
+    changes = differences(old_identity, json.loads(json.dumps(identity)))
     wrong = [f"{key}={_show(new)} (was {_show(old)})" for key, old, new in changes]
     if wrong:
         raise UserError(

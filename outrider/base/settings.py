@@ -154,9 +154,9 @@ def if_given(value: object) -> Callable[[object], object]:
 _type_hints: Callable[[object], dict[str, object]] = cache(partial(typing.get_type_hints, include_extras=True))
 
 
-def field_types(kind: "DataclassInstance | type[DataclassInstance]") -> dict[str, object]:
+def field_types(dataclass_type: "DataclassInstance | type[DataclassInstance]") -> dict[str, object]:
     """The types of the fields of a dataclass, with their metadata."""
-    return {field.name: _type_hints(kind)[field.name] for field in dataclasses.fields(kind)}
+    return {field.name: _type_hints(dataclass_type)[field.name] for field in dataclasses.fields(dataclass_type)}
 
 
 class Settings:
@@ -256,9 +256,9 @@ def missing_error(key: str, what: str) -> UserError:
     return UserError(f"{key}: missing; give it as {key}=VALUE: {what}")
 
 
-def describe_type(kind: object) -> str:
-    """What a text of the type `kind` must be, in words; empty if it may be any text."""
-    return next((constraint.what for constraint in _constraints(kind)), "")
+def describe_type(value_type: object) -> str:
+    """What a text of the type `value_type` must be, in words; empty if it may be any text."""
+    return next((constraint.what for constraint in _constraints(value_type)), "")
 
 
 def require_default(config: Settings, name: str, why: str, prefix: str = "") -> None:
@@ -275,15 +275,15 @@ def require_default(config: Settings, name: str, why: str, prefix: str = "") -> 
 
 
 @overload
-def construct(kind: type[Value], value: object, path: str = "") -> Value: ...
+def construct(value_type: type[Value], value: object, path: str = "") -> Value: ...
 
 
 @overload
-def construct(kind: object, value: object, path: str = "") -> Any: ...  # no class, as a union
+def construct(value_type: object, value: object, path: str = "") -> Any: ...  # no class, as a union
 
 
-def construct(kind: object, value: object, path: str = "") -> object:
-    """A `kind` made from `value`, its `dataclasses.asdict` in JSON; restores dataclasses, tuples and sets.
+def construct(value_type: object, value: object, path: str = "") -> object:
+    """A `value_type` made from `value`, its `dataclasses.asdict` in JSON; restores dataclasses, tuples and sets.
 
     Raises `UserError` naming the key path of a value that is missing, unknown, of a wrong type, or refused by a
     `__post_init__`. A number of type float may be written as an integer; NaN and infinities are refused.
@@ -292,28 +292,28 @@ def construct(kind: object, value: object, path: str = "") -> object:
         text = json.dumps([value])
     except (TypeError, ValueError):
         raise UserError(f"{path}={value!r}: expected numbers and texts, and lists and mappings of those") from None
-    return _validate(partial(_adapter(kind).validate_json, strict=True), text, path, value)[0]
+    return _validate(partial(_adapter(value_type).validate_json, strict=True), text, path, value)[0]
 
 
-def read_as(kind: type[Value], path: Path | str, what: str, remedy: str) -> Value:
-    """The JSON file `path` as a `kind` (see `construct`). Raises `UserError` as `read_json` does."""
+def read_as(value_type: type[Value], path: Path | str, what: str, remedy: str) -> Value:
+    """The JSON file `path` as a `value_type` (see `construct`). Raises `UserError` as `read_json` does."""
     value = read_json(path, what, remedy)
     try:
-        return construct(kind, value)
+        return construct(value_type, value)
     except UserError as error:
         raise UserError(f"{path}: damaged {what} ({error}); {remedy}") from None
 
 
 @cache
-def _adapter(kind: Any) -> "TypeAdapter[Any]":
-    """pydantic's validator of a 1-tuple of `kind`: for a bare dataclass it accepts no configuration."""
-    return TypeAdapter(tuple[kind], config=_CONFIG)
+def _adapter(value_type: Any) -> "TypeAdapter[Any]":
+    """pydantic's validator of a 1-tuple of `value_type`: for a bare dataclass it accepts no configuration."""
+    return TypeAdapter(tuple[value_type], config=_CONFIG)
 
 
 @cache
-def _fields_of(kind: type) -> "TypeAdapter[tuple[object]]":
+def _fields_of(dataclass_type: type) -> "TypeAdapter[tuple[object]]":
     """The validator of an instance's fields, given as a mapping in a 1-tuple."""
-    return _adapter(cast(Any, TypedDict)(kind.__name__, field_types(kind)))
+    return _adapter(cast(Any, TypedDict)(dataclass_type.__name__, field_types(dataclass_type)))
 
 
 def _run_checks(settings: Settings) -> Settings:
@@ -373,10 +373,10 @@ def _to_plain(value: object) -> object:
     return type(value)(map(_to_plain, value)) if isinstance(value, list | tuple) else value
 
 
-def _constraints(kind: object) -> Iterator[Named]:
-    """The `Named` metadata of the type `kind`, also within a union or a list."""
-    yield from (constraint for constraint in getattr(kind, "__metadata__", ()) if isinstance(constraint, Named))
-    for inner in typing.get_args(kind):
+def _constraints(value_type: object) -> Iterator[Named]:
+    """The `Named` metadata of the type `value_type`, also within a union or a list."""
+    yield from (constraint for constraint in getattr(value_type, "__metadata__", ()) if isinstance(constraint, Named))
+    for inner in typing.get_args(value_type):
         yield from _constraints(inner)
 
 

@@ -66,10 +66,10 @@ def _replace_value(text: str, secret: str, label: str) -> str:
 
 def make_legible(text: str) -> str:
     """`text` as a message shows it: without secrets, control characters escaped, and of a long text the two ends."""
-    size = len(text)
-    text = remove_secrets(text if size <= 2 * _SEARCHED else text[:_SEARCHED] + text[-_SEARCHED:])
+    length = len(text)
+    text = remove_secrets(text if length <= 2 * _SEARCHED else text[:_SEARCHED] + text[-_SEARCHED:])
     text = _CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
-    return text if size <= _LONGEST else f"{text[:_END]} … ({size} characters) … {text[-_END:]}"
+    return text if length <= _LONGEST else f"{text[:_END]} … ({length} characters) … {text[-_END:]}"
 
 
 def did_you_mean(typo: str, names: Iterable[str]) -> str:

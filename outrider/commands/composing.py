@@ -106,16 +106,16 @@ def option_type(schema: type, key: str, groups: Collection[str] = ()) -> object:
 
     groups: the groups of the command, for suggestions.
     """
-    kind, path = typing.cast(object, schema), ""
+    type_so_far, path = typing.cast(object, schema), ""
     for part in key.split("."):
         path = f"{path}.{part}" if path else part
-        if kind in (typing.Any, object):
-            return kind
-        options = field_types(kind) if dataclasses.is_dataclass(kind) else {}
-        if not (kind := options.get(part) or _member_type(kind)):
+        if type_so_far in (typing.Any, object):
+            return type_so_far
+        options = field_types(type_so_far) if dataclasses.is_dataclass(type_so_far) else {}
+        if not (type_so_far := options.get(part) or _member_type(type_so_far)):
             hint = did_you_mean(part, [*options, *groups])
             raise UserError(f"{path}: no such option{hint or '.'} Allowed here: {', '.join(options) or 'none'}")
-    return kind
+    return type_so_far
 
 
 def _member_type(kind: object) -> object:
@@ -142,10 +142,10 @@ def _check_choice(override: Override) -> None:
     group, value = override.key_or_group, override.value()
     if override.is_delete() or (override.is_sweep_override() and not isinstance(value, ChoiceSweep)):
         return
-    names = value.list if isinstance(value, ChoiceSweep) else value if isinstance(value, list) else [value]
+    chosen_names = value.list if isinstance(value, ChoiceSweep) else value if isinstance(value, list) else [value]
     files = sorted((CONF_DIR / group).rglob("*.yaml"))
     choices = [file.relative_to(CONF_DIR / group).with_suffix("").as_posix() for file in files]
-    for choice in names:
+    for choice in chosen_names:
         name = choice if isinstance(choice, str) else str(override.input_line).partition("=")[2]
         if group == "method" and choice == name and "/" in name:
             folder, _, last = f"method/{name}".rpartition("/")
@@ -250,9 +250,9 @@ def _plain_defaults(schema: typing.Any) -> dict[str, object]:
 def _adapt(value: object, kind: object) -> object:
     """`value` for an option of the type `kind`: a number becomes a text where the type is a text, and ~/ the home."""
     if isinstance(value, dict):
-        kinds = typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
+        type_of_field = typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
         member_kind = typing.get_args(kind)[-1:]  # of a mapping by name; else empty
-        return {key: _adapt(member, kinds.get(key, *member_kind)) for key, member in value.items()}
+        return {key: _adapt(member, type_of_field.get(key, *member_kind)) for key, member in value.items()}
     if isinstance(value, list):
         return [str(member) if kind == list[str] and isinstance(member, int | float) else member for member in value]
     if isinstance(value, str):

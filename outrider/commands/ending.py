@@ -48,11 +48,11 @@ def end_on_sigterm() -> Iterator[None]:
             os._exit(128 + number)
         raise Terminated
 
-    before = signal.signal(signal.SIGTERM, handle if _is_typed() else signal.SIG_DFL)
+    old_handler = signal.signal(signal.SIGTERM, handle if _is_typed() else signal.SIG_DFL)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, old_handler)
 
 
 @contextmanager

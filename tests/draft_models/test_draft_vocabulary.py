@@ -33,7 +33,7 @@ def test_the_most_frequent_are_chosen_and_what_must_be_in_is() -> None:
     assert counts.tolist() == [0, 0, 1, 0, 0, 3, 0, 1, 0, 4, 0, 0]
     assert choose_tokens(counts, 2).tolist() == [5, 9]
     assert choose_tokens(counts, 3).tolist() == [2, 5, 9]  # of equally frequent ones the lower
-    assert choose_tokens(counts, 3, always=[11]).tolist() == [5, 9, 11]
+    assert choose_tokens(counts, 3, required_ids=[11]).tolist() == [5, 9, 11]
     assert choose_tokens(counts, 12).tolist() == list(range(12))
     assert coverage(counts, torch.tensor([5, 9])) == pytest.approx(7 / 9)
 

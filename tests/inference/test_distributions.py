@@ -319,7 +319,7 @@ NO_RESIDUAL: Fault = (verify.Rejection, "residual", "return r[0]", "return p[par
 EASY: Fault = (verify.RandomChance, "accept", "< probability", "< 1.5 * probability")
 WITHDRAWN: Fault = (
     shapes.Chain, "draft", "n = len(tokens) - 1\n",
-    "tokens = tokens[: len(tokens) - (1 < len(tokens) <= steps)]\n    n = len(tokens) - 1\n"
+    "tokens = tokens[: len(tokens) - (1 < len(tokens) <= max_steps)]\n    n = len(tokens) - 1\n"
     "    q = {node: row for node, row in q.items() if node < n - 1}\n",
 )  # fmt: skip
 Q_OF_COPIES: Fault = (

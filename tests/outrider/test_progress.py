@@ -42,7 +42,7 @@ def refresh() -> None:
 
 def test_the_time_left_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Stage, "seconds_spent", 60.0)
-    plain, counting, unknown = Stage("a"), Stage("b", 10, "steps", first=4), Stage("c", unit="records")
+    plain, counting, unknown = Stage("a"), Stage("b", 10, "steps", done_before=4), Stage("c", unit="records")
     assert (str(plain), str(counting), str(unknown)) == ("a", "b 4/10 steps", "c")
     assert (plain.seconds_left, counting.seconds_left) == (None, None)
     counting.advance(2)

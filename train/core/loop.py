@@ -60,7 +60,7 @@ def run_steps(
     that is not finite.
     """
     accelerator = engine.accelerator
-    shares = accelerator.num_processes * accelerator.gradient_accumulation_steps
+    micro_batches = accelerator.num_processes * accelerator.gradient_accumulation_steps
     engine.module.train()
     budget.begin()
     step = budget.start
@@ -79,10 +79,10 @@ def run_steps(
         for batch in batches:
             with accelerator.accumulate(engine.module):  # the last micro batch exchanges the gradients
                 inputs = {key: value.to(accelerator.device) for key, value in batch.items()}
-                summed = engine.module(**inputs)["loss_sum"]
+                loss_sum = engine.module(**inputs)["loss_sum"]
                 # Accelerate averages over processes and micro batches. The factor turns the mean into the sum.
-                accelerator.backward(summed * shares / supervised)
-            report.add(summed, batch["labels"])
+                accelerator.backward(loss_sum * micro_batches / supervised)
+            report.add(loss_sum, batch["labels"])
         norm = engine.clip()
         if norm is not None and not math.isfinite(norm):
             total_loss, tokens, _ = report.drain()  # sums over all processes, so all call it

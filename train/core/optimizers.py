@@ -27,20 +27,20 @@ class Float32Muon(torch.optim.Muon):
                     continue
                 momentum = self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter.grad))
                 momentum.lerp_(parameter.grad, 1 - group["momentum"])
-                ahead = parameter.grad.lerp(momentum, group["momentum"])
+                nesterov = parameter.grad.lerp(momentum, group["momentum"])
                 rows, columns = parameter.shape
-                step = orthogonal(ahead, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                step = orthogonal(nesterov, group["ns_coefficients"], group["ns_steps"], group["eps"])
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.add_(step, alpha=-group["lr"] * math.sqrt(max(1.0, rows / columns)))
 
 
-def orthogonal(matrix: Tensor, factors: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+def orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
     """`matrix` [m, n] with all singular values near 1, in its dtype, which must be at least float32.
 
     The Newton-Schulz iteration of Muon (Jordan et al., 2024): divide by the matrix norm, then map every singular value
-    s to a s + b s³ + c s⁵, `steps` times, with factors a, b, c. eps: the smallest norm to divide by.
+    s to a s + b s³ + c s⁵, `steps` times, with coefficients a, b, c. eps: the smallest norm to divide by.
     """
-    a, b, c = factors
+    a, b, c = coefficients
     tall = matrix.shape[0] > matrix.shape[1]
     iterate = (matrix.T if tall else matrix) / matrix.norm().clamp(min=eps)
     for _ in range(steps):
@@ -68,10 +68,10 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def _share(self) -> None:
         begin = 0
-        for part, size in zip(self._parts, self._sizes, strict=True):
-            part.param_groups = self.param_groups[begin : begin + size]
+        for part, group_count in zip(self._parts, self._sizes, strict=True):
+            part.param_groups = self.param_groups[begin : begin + group_count]
             part.state = self.state
-            begin += size
+            begin += group_count
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -86,12 +86,12 @@ def build_optimizer(model: nn.Module, config: FitConfig) -> torch.optim.Optimize
     matrices = layer_matrices(model) if config.optimizer == "muon" else []
     matrix_ids = {id(p) for p in matrices}
     adamw_parameters = [p for p in trained if id(p) not in matrix_ids]
-    groups = [
+    adamw_groups = [
         {"params": [p for p in adamw_parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in adamw_parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
-    adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True) if groups else None
+    adamw_groups = [group for group in adamw_groups if group["params"]]
+    adamw = torch.optim.AdamW(adamw_groups, lr=config.lr, betas=config.betas, fused=True) if adamw_groups else None
     if config.optimizer == "adamw":
         if adamw is None:
             raise UserError("model: no parameter requires a gradient; there is nothing to train")

@@ -28,16 +28,16 @@ class TrainingLog(Stage):
     """
 
     def __init__(self, accelerator: Accelerator, out_dir: Path, steps: range, evaluates: bool = False) -> None:
-        super().__init__("training", steps.stop, "steps", first=steps.start)
+        super().__init__("training", steps.stop, "steps", done_before=steps.start)
         self.accelerator, self.out_dir, self._evaluates = accelerator, out_dir, evaluates
         self._sums: list[Tensor] = []  # [summed loss, supervised tokens, tokens] of this process since the last line
         self._interval_start = time.perf_counter()
 
-    def add(self, summed: Tensor, labels: Tensor) -> None:
-        """Count a micro batch: its summed loss (scalar) and its labels [B, T], on the CPU."""
+    def add(self, loss_sum: Tensor, labels: Tensor) -> None:
+        """Count a micro batch: its `loss_sum` (scalar) and its labels [B, T], on the CPU."""
         counts = [int((labels != IGNORE).sum()), labels.numel()]
-        count_tensor = torch.tensor(counts, dtype=torch.float64, device=summed.device)
-        self._sums.append(torch.cat([summed.detach().double().reshape(1), count_tensor]))
+        count_tensor = torch.tensor(counts, dtype=torch.float64, device=loss_sum.device)
+        self._sums.append(torch.cat([loss_sum.detach().double().reshape(1), count_tensor]))
 
     def drain(self) -> tuple[float, float, float]:
         """Sums of [loss, supervised tokens, tokens] over all rows since the last call."""
@@ -62,10 +62,10 @@ class TrainingLog(Stage):
 
     def log_interval(self, step: int, rate: float, norm: float | None) -> None:
         """Log the steps since the previous line, after `step` steps. rate: the learning rate of the last step."""
-        summed, supervised, tokens = self.drain()
+        loss_sum, supervised, tokens = self.drain()
         end = time.perf_counter()
         interval, self._interval_start = end - self._interval_start, end
-        values = {"loss": summed / supervised, "lr": rate, "tokens_per_s": tokens / interval}
+        values = {"loss": loss_sum / supervised, "lr": rate, "tokens_per_s": tokens / interval}
         values |= {} if norm is None else {"grad_norm": norm}
         more = "+evaluation" if self._evaluates and not self.after else ""
         self.log(step, {**values, "eta": self.seconds_left or 0.0}, more)

@@ -59,12 +59,12 @@ def open_run(out_dir: Path, identity: Mapping[str, object], resume: bool) -> tup
     if not (complete := checkpoints(out_dir)):
         return None, False
     newest = complete[-1]
-    before = read_mapping(newest / RUN_FILE, "record of a run", "remove the checkpoint, or give another out_dir")
-    (minutes, steps), (more_minutes, more_steps) = map(_limits, (before, identity))
+    record = read_mapping(newest / RUN_FILE, "record of a run", "remove the checkpoint, or give another out_dir")
+    (minutes, steps), (more_minutes, more_steps) = map(_limits, (record, identity))
     longer = (minutes, steps) != (more_minutes, more_steps) and minutes <= more_minutes and steps <= more_steps
     if longer:
-        before, identity = map(_without_limits, (before, identity))
-    run_dirs.check_identity(before, identity, newest)
+        record, identity = map(_without_limits, (record, identity))
+    run_dirs.check_identity(record, identity, newest)
     return newest, longer
 
 

@@ -12,7 +12,7 @@ ENOUGH = 20  # steps below which a training learns little
 
 
 class StepBudget:
-    """The number of optimizer steps of a run: `most`, or with a time limit as many of them as fit.
+    """The number of optimizer steps of a run: `max_steps`, or with a time limit as many of them as fit.
 
     total: the number of steps. With a time limit it is estimated anew after every step, from the time left and the mean
     time of a step so far. Example: after 11 steps, 10 s since the first of them and 40 s left give 11 + 40 = 51 steps.
@@ -23,11 +23,11 @@ class StepBudget:
     start: the steps of earlier runs. The argument `total` is their estimate; None: by the time that they took.
     """
 
-    def __init__(self, limit: TimeLimit, most: int, start: int = 0, total: int | None = None) -> None:
+    def __init__(self, limit: TimeLimit, max_steps: int, start: int = 0, total: int | None = None) -> None:
         steps_left = limit.left(limit.earlier) * start / limit.earlier if start and limit.earlier else math.inf
         if total is None:
-            total = start + round(steps_left) if steps_left < math.inf else most
-        self.limit, self.most, self.start, self.total = limit, most, start, min(most, total)
+            total = start + round(steps_left) if steps_left < math.inf else max_steps
+        self.limit, self.max_steps, self.start, self.total = limit, max_steps, start, min(max_steps, total)
         self._state, self._first, self._warned = join_processes(), 0.0, False
 
     def begin(self) -> None:
@@ -49,7 +49,7 @@ class StepBudget:
         pace = (spent - self._first) / (step - 1) if step > 1 else self._first  # seconds of a step
         steps_left = max(0, round(self.limit.left(spent) / max(pace, 1e-9)))  # a last step may begin if half of it fits
         self._warn_of_long_steps(pace, is_measured=step > self.start + 1 or not steps_left)
-        return min(self.most, step + steps_left) if step > 1 or not steps_left else self.total
+        return min(self.max_steps, step + steps_left) if step > 1 or not steps_left else self.total
 
     def _warn_of_long_steps(self, pace: float, is_measured: bool) -> None:
         """Say once which options make a step of `pace` seconds shorter if the minutes hold too few of them."""
@@ -60,12 +60,12 @@ class StepBudget:
             warn(f"minutes={self.limit.minutes:g}: one step takes {pace:.3g} s, so they hold {steps}; {shorter}")
         self._warned |= is_measured
 
-    def ended_by(self, config: FitConfig, rows: int) -> str:
-        """The reason why a run on `rows` rows ended, in words."""
+    def ended_by(self, config: FitConfig, row_count: int) -> str:
+        """The reason why a run on `row_count` rows ended, in words."""
         steps, minutes = self.total, self.limit.minutes
-        if steps < self.most:
-            return f"minutes={minutes:g} ended it after {steps} of {self.most} steps"
-        by = f"steps={config.steps}" if config.epochs is None else f"epochs={config.epochs:g} of {rows} rows"
+        if steps < self.max_steps:
+            return f"minutes={minutes:g} ended it after {steps} of {self.max_steps} steps"
+        by = f"steps={config.steps}" if config.epochs is None else f"epochs={config.epochs:g} of {row_count} rows"
         unused = "" if minutes is None else f"; minutes={minutes:g} were not needed"
-        advice = f"; {rows} rows are far too few: give more data" if config.epochs and steps < ENOUGH else ""
+        advice = f"; {row_count} rows are far too few: give more data" if config.epochs and steps < ENOUGH else ""
         return f"{by} ended it after {steps} steps{unused}{advice}"

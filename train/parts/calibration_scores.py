@@ -39,11 +39,11 @@ def rounds_of(logits: Tensor, position: Tensor, label: Tensor) -> Rounds:
 
     Example: the positions 1 2 3 1 2 with the labels 1 1 0 1 1 are two rounds, with 2 accepted tokens each.
     """
-    row = (position == 1).cumsum(0) - 1
-    shape = int(row[-1]) + 1, int(position.max())
+    round_index = (position == 1).cumsum(0) - 1
+    shape = int(round_index[-1]) + 1, int(position.max())
     grid, exists = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
-    grid[row, position - 1], exists[row, position - 1] = logits.float(), True
-    return Rounds(grid, exists, torch.zeros(shape[0]).index_add_(0, row, label.float()))
+    grid[round_index, position - 1], exists[round_index, position - 1] = logits.float(), True
+    return Rounds(grid, exists, torch.zeros(shape[0]).index_add_(0, round_index, label.float()))
 
 
 def fit_temperatures(rounds: Rounds) -> Tensor:
@@ -127,12 +127,12 @@ def temper_head(head: CalibrationHead, heldout: Batch, *, keep: bool = True) -> 
     ones = torch.ones_like(temperatures)
     improves = keep and log_loss(tested, temperatures) < log_loss(tested, ones)
     curves = (reliability_curve(*survival_products(tested, scales)) for scales in (ones, temperatures))
-    before, after = map(expected_calibration_error, curves)
+    error_before, error_after = map(expected_calibration_error, curves)
     head.temperature.copy_(temperatures if improves else ones)
     return {
         "rounds": len(tested.accepted),
-        "ece_before": before,
-        "ece_after": after,
+        "ece_before": error_before,
+        "ece_after": error_after,
         "temperature": [round(value, 4) for value in temperatures.tolist()],
         "kept": improves,
     }
@@ -152,14 +152,14 @@ def brier_score(predicted: Tensor, label: Tensor) -> float:
 
 def reliability_curve(predicted: Tensor, label: Tensor) -> list[dict[str, float]]:
     """For `BINS` equal bins of predicted probability: mean prediction, mean outcome, number of tokens."""
-    bucket = (predicted * BINS).long().clamp(0, BINS - 1)
-    rows = []
+    bin_index = (predicted * BINS).long().clamp(0, BINS - 1)
+    bins = []
     for index in range(BINS):
-        inside = bucket == index
-        if inside.any():
-            means = {"predicted": float(predicted[inside].mean()), "observed": float(label[inside].mean())}
-            rows.append({**means, "count": int(inside.sum())})
-    return rows
+        in_bin = bin_index == index
+        if in_bin.any():
+            means = {"predicted": float(predicted[in_bin].mean()), "observed": float(label[in_bin].mean())}
+            bins.append({**means, "count": int(in_bin.sum())})
+    return bins
 
 
 def expected_calibration_error(curve: Sequence[dict[str, float]]) -> float:
@@ -176,15 +176,15 @@ def score_head(head: CalibrationHead, train: Batch, heldout: Batch) -> HeadScore
         "constant": torch.full_like(label, float(train["label"].mean())),
         "confidence": heldout["confidence"],
     }
-    rows = dict[str, PredictorScore]()
+    score_of = dict[str, PredictorScore]()
     for name, predicted in predictions.items():
         curve = reliability_curve(predicted, label)
-        rows[name] = {
+        score_of[name] = {
             "brier": brier_score(predicted, label),
             "ece": expected_calibration_error(curve),
             "reliability": curve,
         }
-    return {"tokens": len(label), "accepted": float(label.mean()), "predictors": rows}
+    return {"tokens": len(label), "accepted": float(label.mean()), "predictors": score_of}
 
 
 def plot_reliability(scores: HeadScores) -> bytes:

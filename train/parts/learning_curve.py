@@ -54,19 +54,19 @@ def forecast_tau(trained: Sequence[TrainedSize], sizes: Sequence[float]) -> list
     """
     if len({point.size for point in trained}) < 2:
         raise ValueError("a learning curve needs two trainings of different sizes")
-    least = min(point.size for point in trained)
-    doublings = np.log2([point.size / least for point in trained])  # [n]
+    smallest_size = min(point.size for point in trained)
+    doublings = np.log2([point.size / smallest_size for point in trained])  # [n]
     errors = np.array([point.error for point in trained])  # [n]
     gains = (np.array([point.tau for point in trained]) - 1) / errors  # [n]
-    asked = np.log2(np.array(sizes) / least)  # [m]
+    doublings_to = np.log2(np.array(sizes) / smallest_size)  # [m]
     random = Streams(0).arrays("learning curve")
-    fits = [_fit(_columns(doublings, share) / errors[:, None], gains) for share in SHARES_KEPT]
+    fits = [_fit(_columns(doublings, kept_share) / errors[:, None], gains) for kept_share in SHARES_KEPT]
     weights = np.exp(-(np.array([fit.misfit for fit in fits]) - min(fit.misfit for fit in fits)) / 2)
     counts = random.multinomial(DRAWS, weights / weights.sum())
     drawn = []
-    for share, fit, count in zip(SHARES_KEPT, fits, counts, strict=True):
+    for kept_share, fit, count in zip(SHARES_KEPT, fits, counts, strict=True):
         start, gain = random.multivariate_normal(fit.mean, fit.covariance, size=count).T  # [count] each
-        drawn.append(np.column_stack([start, np.maximum(gain, 0.0)]) @ _columns(asked, share).T)
+        drawn.append(np.column_stack([start, np.maximum(gain, 0.0)]) @ _columns(doublings_to, kept_share).T)
     taus = 1 + np.maximum(np.concatenate(drawn), 0.0)  # [DRAWS, m]
     tail = (1 - COVERED) / 2
     low, middle, high = np.quantile(taus, (tail, 0.5, 1 - tail), axis=0)
@@ -82,9 +82,9 @@ class _Fit:
     misfit: float
 
 
-def _columns(doublings: np.ndarray, share: float) -> np.ndarray:
+def _columns(doublings: np.ndarray, kept_share: float) -> np.ndarray:
     """The factors of a and g [n, 2] after so many doublings [n]."""
-    grown = doublings if share == 1.0 else (1 - share**doublings) / (1 - share)
+    grown = doublings if kept_share == 1.0 else (1 - kept_share**doublings) / (1 - kept_share)
     return np.column_stack([np.ones_like(doublings), grown])
 
 

@@ -26,14 +26,14 @@ def fit_memory(
     read: numbers per token in the hidden states that the frozen layers hand over. through: frozen layers that gradients
     run through. A student with `steps` runs its layers that many times.
     """
-    fit, device, inner = config.fit, planned_device(), {id(matrix) for matrix in layer_matrices(student)}
+    fit, device, layer_ids = config.fit, planned_device(), {id(matrix) for matrix in layer_matrices(student)}
     rows = fit.micro_batch_rows or fit.batch_rows
     width = round(
         config.seq_len * Parallel(getattr(config, "parallel", 0) or 1).expected_predictions
     )  # positions of a row
     frozen = sum(p.nbytes for p in student.parameters() if not p.requires_grad)
     trained = trained_parameters(student).values()
-    outer_matrices = [p.numel() for p in trained if p.ndim == 2 and id(p) not in inner]  # of embeddings and heads
+    outer_matrices = [p.numel() for p in trained if p.ndim == 2 and id(p) not in layer_ids]  # of embeddings and heads
     activations = rows * width * FLOAT32_BYTES * _activation_numbers(student, read, fit.gradient_checkpointing, through)
     parts = [
         Memory("frozen weights", frozen, "frozen_dtype=bfloat16"),
@@ -74,8 +74,8 @@ def _activation_numbers(student: nn.Module, read: int, recomputes: bool, through
 def decoding_target(target: PreTrainedConfig) -> Memory:
     """The whole target, which decodes held-out prompts beside a student on its first layers, in the dtype to serve."""
     storage = Storage.of("auto", target, context_limit(target), planned_device())
-    size = weight_bytes(target, storage) + cache_bytes(target, storage)
-    return Memory("the whole target, to decode with", size, "decode_prompts=0")
+    nbytes = weight_bytes(target, storage) + cache_bytes(target, storage)
+    return Memory("the whole target, to decode with", nbytes, "decode_prompts=0")
 
 
 def empty_target(

@@ -40,10 +40,10 @@ class OnPolicy:
         lm.eval()
         ids, sampled = continue_prefixes(lm, prefixes, numbers.to(input_ids.device), vocabulary)
         lm.train(was_training)
-        lengths = [len(prefix) for prefix in prefixes]
+        prefix_lengths = [len(prefix) for prefix in prefixes]
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        documents = (positions < torch.tensor(lengths, device=ids.device)[:, None] + self.tokens).long() - 1
-        return ids, label_samples(ids, lengths, sampled, self.eos), positions, documents
+        documents = (positions < torch.tensor(prefix_lengths, device=ids.device)[:, None] + self.tokens).long() - 1
+        return ids, label_samples(ids, prefix_lengths, sampled, self.eos), positions, documents
 
 
 def choose_prefix(
@@ -56,9 +56,9 @@ def choose_prefix(
     supervised = (labels != IGNORE).nonzero()[:, 0]
     if not len(supervised):
         return input_ids[:1]
-    last = int(supervised[int(generator.integers(len(supervised)))])
-    start = max(last - int(positions[last]), last + 1 - (len(input_ids) - new_tokens))
-    return input_ids[start : last + 1]
+    last_position = int(supervised[int(generator.integers(len(supervised)))])
+    start = max(last_position - int(positions[last_position]), last_position + 1 - (len(input_ids) - new_tokens))
+    return input_ids[start : last_position + 1]
 
 
 @torch.no_grad()
@@ -73,31 +73,31 @@ def continue_prefixes(
     """
     count, draft_vocabulary = numbers.shape[1], draft_vocabulary_of(lm)
     vocabulary = vocabulary if draft_vocabulary is None else len(draft_vocabulary.tokens)
-    lengths = torch.tensor([len(prefix) for prefix in prefixes], device=numbers.device)
-    ids = numbers.new_zeros((len(prefixes), int(lengths.max()) + count), dtype=torch.long)
+    prefix_lengths = torch.tensor([len(prefix) for prefix in prefixes], device=numbers.device)
+    ids = numbers.new_zeros((len(prefixes), int(prefix_lengths.max()) + count), dtype=torch.long)
     for row, prefix in zip(ids, prefixes, strict=True):
         row[: len(prefix)] = prefix
     # Float32 whatever the loop's precision; also, autocast might cache copies of the weights without gradients.
     with torch.autocast(ids.device.type, enabled=False):
         cache = DynamicCache(config=lm.config)
-        feed = ids[:, : int(lengths.min())]
+        feed = ids[:, : int(prefix_lengths.min())]
         for position in range(feed.shape[1], ids.shape[1]):
             feed = feed if draft_vocabulary is None else draft_vocabulary.inward(feed)
             logits = lm(feed, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1, :vocabulary]
-            index = position - lengths  # [B]: of the new token of each row at this position
+            index = position - prefix_lengths  # [B]: of the new token of each row at this position
             tokens = invert(logits.softmax(-1), numbers.gather(1, index.clamp(0, count - 1)[:, None]))[:, 0]  # [B]
             tokens = tokens if draft_vocabulary is None else draft_vocabulary.tokens[tokens]
             ids[:, position] = torch.where((index >= 0) & (index < count), tokens, ids[:, position])
             feed = ids[:, position : position + 1]
-    return ids, ids.gather(1, lengths[:, None] + torch.arange(count, device=ids.device))
+    return ids, ids.gather(1, prefix_lengths[:, None] + torch.arange(count, device=ids.device))
 
 
-def label_samples(ids: Tensor, lengths: list[int], sampled: Tensor, eos: int | None) -> Tensor:
+def label_samples(ids: Tensor, prefix_lengths: list[int], sampled: Tensor, eos: int | None) -> Tensor:
     """Labels [B, T] that supervise the sampled tokens, up to and including the first `eos`; shifted as in rows."""
     labels = torch.full_like(ids, IGNORE)
     ends = (sampled == (IGNORE if eos is None else eos)).long()
     supervised = sampled.masked_fill(ends.cumsum(1) > ends, IGNORE)
-    for row, start, tokens in zip(labels, lengths, supervised, strict=True):
+    for row, start, tokens in zip(labels, prefix_lengths, supervised, strict=True):
         row[start - 1 : start - 1 + len(tokens)] = tokens
     return labels
 

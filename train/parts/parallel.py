@@ -49,7 +49,7 @@ class DraftRows(NamedTuple):
 class DraftBand(Band):
     """The mask of packed rows that are followed by masks of drafts.
 
-    first [B, T + M, 2]: query i of row b sees the text from first[b, i, 0] to first[b, i, 1], which is i itself or a
+    first_keys [B, T + M, 2]: query i of row b sees the text from first_keys[b, i, 0] to [b, i, 1], i itself or a
     mask's anchor. A mask also sees the masks before it that have its anchor. text_length: T, the positions before the
     masks. window: of the layers. The second range of keys of a block has masks.
     """
@@ -58,11 +58,11 @@ class DraftBand(Band):
     window: int | None
 
     def block(self, block: QueryBlock) -> Tensor:
-        columns = torch.arange(block.end, device=self.first.device)
+        columns = torch.arange(block.end, device=self.first_keys.device)
         keys = torch.cat([columns[block.first_key : block.key_end], columns[block.second_key :]])  # [K]
         queries = columns[block.begin :, None]  # [Q, 1]
-        first, anchors = self.first[:, block.begin : block.end, :, None].unbind(2)  # [B, Q, 1] each
-        same_draft = (keys >= self.text_length) & (keys <= queries) & (self.first[:, None, keys, 1] == anchors)
+        first, anchors = self.first_keys[:, block.begin : block.end, :, None].unbind(2)  # [B, Q, 1] each
+        same_draft = (keys >= self.text_length) & (keys <= queries) & (self.first_keys[:, None, keys, 1] == anchors)
         if self.window is not None:
             same_draft &= keys > queries - self.window
         return ((keys < self.text_length) & (keys >= first) & (keys <= anchors) | same_draft)[:, None]  # [B, 1, Q, K]
@@ -88,13 +88,13 @@ class Parallel:
 
     def _mask_blocks(self, text_length: int, first_seen: Tensor, anchors: Tensor) -> RowBlocks:
         """Blocks of the masks [B, M] after the text; first_seen [B, M]: the first position that each sees."""
-        size = Band.BLOCK // (4 if first_seen.device.type == "cpu" else 1)
-        first, last = first_seen.amin(0).tolist(), anchors.amax(0).tolist()
+        block_size = Band.BLOCK // (4 if first_seen.device.type == "cpu" else 1)
+        first_keys, last_keys = first_seen.amin(0).tolist(), anchors.amax(0).tolist()
         blocks = []
-        for begin in range(0, len(last), size):
-            end = min(begin + size, len(last))
+        for begin in range(0, len(last_keys), block_size):
+            end = min(begin + block_size, len(last_keys))
             first_mask = text_length + max(0, begin - self.tokens + 2)
-            seen_text = min(first[begin:end]), max(last[begin:end]) + 1
+            seen_text = min(first_keys[begin:end]), max(last_keys[begin:end]) + 1
             blocks.append(QueryBlock(text_length + begin, text_length + end, *seen_text, first_mask))
         return tuple(blocks)
 
@@ -114,9 +114,9 @@ class Parallel:
         A mask of depth j stands j positions after its anchor and predicts the label there, as a draft's token 1 + j
         does. Which masks there are is a function of seed, step and each row's content.
         """
-        (count, length), device = input_ids.shape, input_ids.device
+        (count, text_length), device = input_ids.shape, input_ids.device
         anchors, depths, is_mask = self._draw_masks(step, input_ids, labels, documents)  # [B, M] each
-        columns = torch.arange(length, device=device).expand(count, -1)  # [B, T]
+        columns = torch.arange(text_length, device=device).expand(count, -1)  # [B, T]
         predicted_columns = torch.cat([columns, anchors + depths], 1)  # [B, T + M]
         last_seen = torch.cat([columns, anchors], 1)  # [B, T + M]
         masks = {
@@ -125,11 +125,11 @@ class Parallel:
         ids = torch.cat([input_ids, torch.full_like(anchors, self.mask)], 1)
         all_positions = torch.cat([positions, positions.gather(1, anchors) + depths], 1)
         row_labels = labels.gather(1, predicted_columns)
-        row_labels[:, length:].masked_fill_(~is_mask, IGNORE)
+        row_labels[:, text_length:].masked_fill_(~is_mask, IGNORE)
         rows, slots = torch.arange(count, device=device)[:, None], None
         if self.weights != "none":
             numbers = torch.cat([torch.zeros_like(columns), depths], 1)  # [B, T + M]
-            slots = Slots(self.weights, rows * length + last_seen, numbers, self.tokens, input_ids.shape)
+            slots = Slots(self.weights, rows * text_length + last_seen, numbers, self.tokens, input_ids.shape)
 
         def expand(values: Tensor) -> Tensor:
             return values[rows, predicted_columns]
@@ -140,29 +140,29 @@ class Parallel:
         self, step: int, input_ids: Tensor, labels: Tensor, documents: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The anchor and the depth of every mask, and whether there is such a mask: rows have different numbers."""
-        mask_depths, length = self.tokens - 1, input_ids.shape[1]
+        mask_depths, text_length = self.tokens - 1, input_ids.shape[1]
         is_kept = draw_depths(self.keep, self.tokens, self.seed, step, input_ids)[..., 1:]  # [B, T, depths]
         later_documents = F.pad(documents, (0, mask_depths), value=-2).unfold(1, self.tokens, 1)[..., 1:]
         in_document = later_documents == documents[..., None]
-        pairs = (is_kept & in_document & (labels != IGNORE)[..., None]).flatten(1)  # [B, T · depths]
-        counts = pairs.sum(1, keepdim=True)
-        chosen = pairs.byte().argsort(dim=1, descending=True, stable=True)[:, : int(counts.max())]  # [B, M]
+        has_mask = (is_kept & in_document & (labels != IGNORE)[..., None]).flatten(1)  # [B, T · depths]
+        counts = has_mask.sum(1, keepdim=True)
+        chosen = has_mask.byte().argsort(dim=1, descending=True, stable=True)[:, : int(counts.max())]  # [B, M]
         is_mask = torch.arange(chosen.shape[1], device=input_ids.device) < counts
-        anchors = chosen.div(mask_depths, rounding_mode="floor").where(is_mask, length - 1)
+        anchors = chosen.div(mask_depths, rounding_mode="floor").where(is_mask, text_length - 1)
         return anchors, (chosen % mask_depths + 1) * is_mask, is_mask
 
     def _draft_band(
         self, documents: Tensor, anchors: Tensor, depths: Tensor, last_seen: Tensor, window: int | None
     ) -> DraftBand:
-        text_band, first_seen = packed_band(documents, window), packed_band(documents).first.gather(1, anchors)
+        text_band, first_seen = packed_band(documents, window), packed_band(documents).first_keys.gather(1, anchors)
         if window is not None:
             first_seen = torch.maximum(first_seen, anchors + depths - (window - 1))
         parts = len(text_band.blocks)
         groups = zip(text_band.blocks, first_seen.tensor_split(parts), anchors.tensor_split(parts), strict=True)
-        length = documents.shape[1]
-        blocks = tuple(text_blocks + self._mask_blocks(length, *group) for text_blocks, *group in groups)
-        first = torch.stack([torch.cat([text_band.first, first_seen], 1), last_seen], -1)
-        return DraftBand(first, blocks, text_length=length, window=window)
+        text_length = documents.shape[1]
+        blocks = tuple(text_blocks + self._mask_blocks(text_length, *group) for text_blocks, *group in groups)
+        visible_range = torch.stack([torch.cat([text_band.first_keys, first_seen], 1), last_seen], -1)
+        return DraftBand(visible_range, blocks, text_length=text_length, window=window)
 
 
 ONE_A_PASS = Parallel(1)

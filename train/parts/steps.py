@@ -45,16 +45,16 @@ def positions_to_run(is_run: Tensor) -> Tensor | None:
 
     is_run: bool [B, T]. N is the largest number in a row; rows with fewer positions get others besides.
     """
-    most, length = max(1, int(is_run.sum(1).max())), is_run.shape[1]
-    if most > NEARLY_ALL * length:
+    max_count, row_length = max(1, int(is_run.sum(1).max())), is_run.shape[1]
+    if max_count > NEARLY_ALL * row_length:
         return None
-    row_starts = length * torch.arange(len(is_run), device=is_run.device)[:, None]  # [B, 1]
-    return row_starts + is_run.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
+    row_starts = row_length * torch.arange(len(is_run), device=is_run.device)[:, None]  # [B, 1]
+    return row_starts + is_run.byte().argsort(dim=1, descending=True, stable=True)[:, :max_count]
 
 
 @dataclass(frozen=True, kw_only=True)
 class QueriesAt(Band):
-    """The mask of N queries at the positions `last` [B, N] of packed rows: query i of row b sees keys first[b, i] to
+    """The mask of N queries at positions `last` [B, N] of packed rows: query i of row b sees keys first_keys[b, i] to
     last[b, i]. A block's queries are counted among the N, its keys are positions."""
 
     last: Tensor
@@ -62,14 +62,14 @@ class QueriesAt(Band):
     @classmethod
     def of(cls, band: Band, documents: Tensor, positions: Tensor) -> Self:
         """Those at `positions` of the rows `documents` [B, T] with the mask `band`; on a CPU of one row."""
-        first, (parts,) = band.first.gather(1, positions), packed_band(documents.gather(1, positions)).blocks
-        lows, highs = first.amin(0).tolist(), positions.amax(0).tolist()
+        first_keys, (parts,) = band.first_keys.gather(1, positions), packed_band(documents.gather(1, positions)).blocks
+        lows, highs = first_keys.amin(0).tolist(), positions.amax(0).tolist()
         blocks = [
             QueryBlock(begin, end, min(lows[begin:end]), max(highs[begin:end]) + 1, end) for begin, end, *_ in parts
         ]
-        return cls(first, (tuple(blocks),), last=positions)
+        return cls(first_keys, (tuple(blocks),), last=positions)
 
     def block(self, block: QueryBlock) -> Tensor:
         keys, queries = torch.arange(block.first_key, block.key_end, device=self.last.device), slice(*block[:2])
-        seen = (keys >= self.first[:, queries, None]) & (keys <= self.last[:, queries, None])
+        seen = (keys >= self.first_keys[:, queries, None]) & (keys <= self.last[:, queries, None])
         return F.pad(seen[:, None], (self.front, 0), value=True)

@@ -176,31 +176,31 @@ def _reserve_space(folder: Path, identity: Mapping[str, object], size: int, bloc
     The space is reserved, since writing to a mapped file on a full disk, or beyond a quota, kills the process. Raises
     `UserError` if other states are there, and if there is too little space.
     """
-    made_from, written, states = (folder / name for name in (MADE_FROM_FILE, DONE_FILE, STATES_FILE))
+    made_from, done_file, states_file = (folder / name for name in (MADE_FROM_FILE, DONE_FILE, STATES_FILE))
     record = read_mapping(made_from, "record of a target's states", "remove its folder") if made_from.exists() else {}
     changes = differences(record, identity)
-    if record and changes and not written.exists():
+    if record and changes and not done_file.exists():
         wrong = list_words([f"{key}={new!r} (was {old!r})" for key, old, new in changes])
         raise UserError(f"features={folder}: holds what was made with other settings: {wrong}; give another folder")
-    if not changes and states.exists() and states.stat().st_size == size:
-        if not written.exists():
+    if not changes and states_file.exists() and states_file.stat().st_size == size:
+        if not done_file.exists():
             return True
-        written_blocks = int(torch.from_file(str(written), False, blocks, dtype=torch.uint8).sum())
+        written_blocks = int(torch.from_file(str(done_file), False, blocks, dtype=torch.uint8).sum())
         print(f"features={folder} goes_on_after={written_blocks} of {blocks} blocks", flush=True)
         return False
     print(f"features={folder} dtype={identity['dtype']} gigabytes={size / 1e9:.2f}", flush=True)
-    states.unlink(missing_ok=True)
+    states_file.unlink(missing_ok=True)
     free = shutil.disk_usage(folder).free
     try:
         if free < size:
             raise OSError("too few")
-        written.write_bytes(bytes(blocks))
+        done_file.write_bytes(bytes(blocks))
         write_json(made_from, identity)
-        with states.open("wb") as file:
+        with states_file.open("wb") as file:
             if hasattr(os, "posix_fallocate"):  # macOS has none
                 os.posix_fallocate(file.fileno(), 0, size)
     except OSError as error:
-        states.unlink(missing_ok=True)
+        states_file.unlink(missing_ok=True)
         raise UserError(
             f"features={folder}: the target's states take {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free there "
             f"({error}); free space, choose another folder, or give features=null"
@@ -212,8 +212,8 @@ def _compute_missing(
     states: Tensor, written: Tensor, rows: PackedRows, states_of: Callable[[Batch], Tensor], state: PartialState
 ) -> None:
     """Compute this process's share of the blocks, except those that are `written`, uint8 [blocks]."""
-    shares = range(state.process_index * ROWS_AT_ONCE, len(rows), state.num_processes * ROWS_AT_ONCE)
-    missing_blocks = [begin for begin in shares if not written[begin // ROWS_AT_ONCE]]
+    block_begins = range(state.process_index * ROWS_AT_ONCE, len(rows), state.num_processes * ROWS_AT_ONCE)
+    missing_blocks = [begin for begin in block_begins if not written[begin // ROWS_AT_ONCE]]
     for begin in track_progress(missing_blocks, "the target's states", f"blocks of {ROWS_AT_ONCE} rows"):
         end = min(begin + ROWS_AT_ONCE, len(rows))
         states[begin:end] = states_of(default_collate([rows[index] for index in range(begin, end)])).cpu()

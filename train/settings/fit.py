@@ -50,23 +50,23 @@ class FitConfig(Settings):
         require(micro is None or micro <= rows, "micro_batch_rows", micro, f"1 to batch_rows ({rows}), or null")
         self.require("warmup", self.steps is None or self.warmup <= self.steps, f"at most steps ({self.steps})")
 
-    def total_steps(self, rows: int) -> int:
-        """Optimizer steps of the whole run over `rows` rows."""
+    def total_steps(self, row_count: int) -> int:
+        """Optimizer steps of the whole run over `row_count` rows."""
         if self.steps is not None:
             return self.steps
         assert self.epochs is not None
-        return max(1, math.ceil(self.epochs * rows / self.batch_rows))
+        return max(1, math.ceil(self.epochs * row_count / self.batch_rows))
 
     def micro_rows(self, processes: int) -> int:
         """Rows in one forward of one process; raises `UserError` if `batch_rows` does not split evenly."""
         even = self.batch_rows % processes == 0
         self.require("batch_rows", even, f"a multiple of the number of processes ({processes})")
-        share = self.batch_rows // processes
-        micro = self.micro_batch_rows or share
-        if share % micro:
+        rows_of_process = self.batch_rows // processes
+        micro = self.micro_batch_rows or rows_of_process
+        if rows_of_process % micro:
             raise UserError(
                 f"micro_batch_rows={micro}: must divide batch_rows / processes = {self.batch_rows} / "
-                f"{processes} = {share}; null takes all of it"
+                f"{processes} = {rows_of_process}; null takes all of it"
             )
         return micro
 

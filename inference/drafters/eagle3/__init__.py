@@ -11,6 +11,6 @@ KIND = Kind(
     file="config.json",
     preset="eagle3/survival",
     calibration=HEAD_FOLDER,
-    served="eagle3",
+    vllm_method="eagle3",
     layers=True,
 )

@@ -10,6 +10,6 @@ KIND = Kind(
     file="drafter.json",
     preset="eesd_survival",
     calibration="",
-    served="draft_model",
+    vllm_method="draft_model",
     layers=True,
 )

@@ -12,5 +12,5 @@ KIND = Kind(
     preset="ngrams",
     shaped=False,
     keys=("ngrams",),
-    served="custom_class",
+    vllm_method="custom_class",
 )

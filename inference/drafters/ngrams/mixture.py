@@ -61,9 +61,9 @@ class Sources(NamedTuple):
 
 
 @lean
-def _add_evidence(weights, count, source, kind, prob):
+def _add_evidence(weights, count, source, class_index, prob):
     """Write number `count` of the evidence of a token: a source, its class, its P(token). Returns count + 1."""
-    weights.integers[0, count], weights.integers[1, count], weights.numbers[0, count] = source, kind, prob
+    weights.integers[0, count], weights.integers[1, count], weights.numbers[0, count] = source, class_index, prob
     return count + 1
 
 
@@ -94,8 +94,8 @@ def _add_recycled_evidence(sources, count, length, token, scratch):
             if recycled.tokens[row, j] == token:
                 prob = np.float64(recycled.probs[row, j])
                 break
-        kind = class_of(recycled.seen[row], recycled.probs[row, 0])
-        count = _add_evidence(sources.weights, count, 2 + sources.longest + size, kind, prob)
+        class_index = class_of(recycled.seen[row], recycled.probs[row, 0])
+        count = _add_evidence(sources.weights, count, 2 + sources.longest + size, class_index, prob)
     return count
 
 
@@ -110,14 +110,14 @@ def _add_suffix_evidence(sources, count, length, token, scratch):
         for i in range(distinct):
             if occurrences.tokens[i] == token:
                 prob = occurrences.counts[i] / seen
-        kind = class_of(occurrences.number[size], largest / seen)
-        count = _add_evidence(sources.weights, count, first_source + size - LEAST, kind, prob)
+        class_index = class_of(occurrences.number[size], largest / seen)
+        count = _add_evidence(sources.weights, count, first_source + size - LEAST, class_index, prob)
     return count
 
 
 @lean
 def _add_level_evidence(sources, level, size, count, length, token, scratch):
-    index, kind = level_context(level, scratch.recent, length, size, sources.vocabulary)
+    index, class_index = level_context(level, scratch.recent, length, size, sources.vocabulary)
     if index < 0:
         return count
     prob = 0.0
@@ -126,7 +126,7 @@ def _add_level_evidence(sources, level, size, count, length, token, scratch):
         if level.tokens[at] == token:
             prob = level.counts[at] / max(level.totals[index], 1)
             break
-    return _add_evidence(sources.weights, count, size - 1, kind, prob)
+    return _add_evidence(sources.weights, count, size - 1, class_index, prob)
 
 
 @lean

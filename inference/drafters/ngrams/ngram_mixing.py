@@ -72,13 +72,13 @@ class MixtureWeights(NamedTuple):
 
 def new_weights(longest: int, recycled: int = 0, suffixes: bool = False) -> MixtureWeights:
     """The prior of λ, for text contexts of up to `longest` tokens, recycled ones of up to `recycled`, and suffixes."""
-    groups = (
+    priors = (
         (BELOW_SUFFIXES if suffixes else CORPUS, len(CORPUS_ORDERS)),
         (TEXT, longest),
         (recycled_shares(), recycled),
         (SUFFIXES, REACH - LEAST + 1 if suffixes else 0),
     )
-    prior_shares = np.array([shares[min(i, len(shares) - 1)] for shares, count in groups for i in range(count)])
+    prior_shares = np.array([shares[min(i, len(shares) - 1)] for shares, count in priors for i in range(count)])
     integers, numbers = np.empty((2, len(prior_shares)), np.int64), np.empty((2, len(prior_shares)))
     hits, trials = np.zeros_like(prior_shares), np.zeros_like(prior_shares)
     return MixtureWeights(prior_shares.copy(), prior_shares, hits, trials, integers, numbers)
@@ -103,14 +103,14 @@ def new_scratch(longest: int) -> Scratch:
 
 
 @lean
-def class_of(seen, share):
+def class_of(seen, top_share):
     """The class of a context seen `seen` times whose likeliest successor has this share."""
-    size, sure = 0, 0
-    while size < 9 and seen >> (size + 1) > 0:
-        size += 1
-    while sure < len(_SURENESS) and share >= _SURENESS[sure]:
-        sure += 1
-    return size * (len(_SURENESS) + 1) + sure
+    log_seen, surety_class = 0, 0
+    while log_seen < 9 and seen >> (log_seen + 1) > 0:
+        log_seen += 1
+    while surety_class < len(_SURENESS) and top_share >= _SURENESS[surety_class]:
+        surety_class += 1
+    return log_seen * (len(_SURENESS) + 1) + surety_class
 
 
 @lean
@@ -166,10 +166,10 @@ def _add_candidate(tokens: np.ndarray, probs: np.ndarray, count: int, token: int
 
 @lean
 def _add_level(sources, level, size, length, mass, floor, scratch, count):
-    index, kind = level_context(level, scratch.recent, length, size, sources.vocabulary)
+    index, class_index = level_context(level, scratch.recent, length, size, sources.vocabulary)
     if index < 0:
         return mass, count
-    share = sources.weights.shares[size - 1, kind]
+    share = sources.weights.shares[size - 1, class_index]
     scale = mass * share / max(level.totals[index], 1)
     begin, end = successors_of(level.starts, level.tokens, index)
     for at in range(begin, min(end, begin + TAIL)):
@@ -200,11 +200,11 @@ def _add_recycled(sources, length, mass, floor, scratch, count):
 @lean
 def _add_suffixes(sources, length, mass, floor, scratch, count):
     suffixes, occurrences = sources.suffixes, scratch.occurrences
-    before = 3 + sources.longest + sources.recycled.longest
+    first_source = 3 + sources.longest + sources.recycled.longest
     longest, narrow = find_suffixes(suffixes, scratch.recent, length, occurrences)
     for size in range(longest, LEAST - 1, -1):
         distinct, largest, seen = count_successors(suffixes, size, narrow, occurrences)
-        share = sources.weights.shares[before + size - LEAST, class_of(occurrences.number[size], largest / seen)]
+        share = sources.weights.shares[first_source + size - LEAST, class_of(occurrences.number[size], largest / seen)]
         for i in range(distinct):
             prob = mass * share * occurrences.counts[i] / seen
             if prob >= floor:
@@ -266,15 +266,15 @@ def search_mixture(sources, ids, stop, depth, nodes, scratch):
         worst = nodes.ranked[size - 1] if size == budget else 0.0
         if below > depth or path * SUREST <= worst:
             continue
-        length, node = 0, parent
-        while node >= 0 and length < reach:
-            recent[length] = nodes.tokens[node]
-            node, length = nodes.parents[node], length + 1
-        for position in range(stop - 1, max(-1, stop - 1 - (reach - length)), -1):
-            recent[length] = ids[position]
-            length += 1
+        context_length, node = 0, parent
+        while node >= 0 and context_length < reach:
+            recent[context_length] = nodes.tokens[node]
+            node, context_length = nodes.parents[node], context_length + 1
+        for position in range(stop - 1, max(-1, stop - 1 - (reach - context_length)), -1):
+            recent[context_length] = ids[position]
+            context_length += 1
         floor = max(1e-6, worst / path / 4)  # four contributions may add up to a relevant probability
-        count = predict_tokens(sources, length, floor, scratch)
+        count = predict_tokens(sources, context_length, floor, scratch)
         for i in range(count):
             size, node_count, _ = offer_node(nodes, size, final, node_count, tokens[i], parent, below, path * probs[i])
     return write_tree(nodes, size)

@@ -39,40 +39,40 @@ def new_nodes(budget: int) -> Nodes:
 
 
 @lean
-def offer_node(nodes, size, final, node_count, token, parent, depth, prob):
+def offer_node(nodes, kept_count, final, node_count, token, parent, depth, prob):
     """Insert a candidate among the best nodes, of which the first `final` stay; a full ranking drops its last node.
 
     Returns (size, node_count, number): nodes kept, node numbers assigned, the candidate's number (−1: it was dropped).
     """
     order, ranked = nodes.order, nodes.ranked
-    if size == len(order):
-        if prob <= ranked[size - 1]:
-            return size, node_count, np.int64(-1)
-        size -= 1
-        number = order[size]
+    if kept_count == len(order):
+        if prob <= ranked[kept_count - 1]:
+            return kept_count, node_count, np.int64(-1)
+        kept_count -= 1
+        number = order[kept_count]
     else:
         number, node_count = np.int64(node_count), node_count + 1
-    index = size
+    index = kept_count
     while index > final and ranked[index - 1] < prob:
         order[index], ranked[index] = order[index - 1], ranked[index - 1]
         index -= 1
     order[index], ranked[index] = number, prob
     nodes.tokens[number], nodes.parents[number], nodes.depths[number] = token, parent, depth
-    return size + 1, node_count, number
+    return kept_count + 1, node_count, number
 
 
 @lean
-def write_tree(nodes: Nodes, size: int) -> int:
+def write_tree(nodes: Nodes, node_count: int) -> int:
     """Write tokens and parents of the kept nodes to `nodes.tree`, likeliest first, parents as indices in that order.
 
     Returns their number. Their path probabilities are the first entries of `nodes.ranked`.
     """
-    for index in range(size):
+    for index in range(node_count):
         number = nodes.order[index]
         nodes.indices[number] = index
         nodes.tree[0, index] = nodes.tokens[number]
         nodes.tree[1, index] = nodes.indices[nodes.parents[number]] if nodes.parents[number] >= 0 else -1
-    return size
+    return node_count
 
 
 @lean
@@ -132,22 +132,22 @@ def state_of(level: Level, ids: np.ndarray, stop: int, vocabulary: int) -> tuple
 
 
 @lean
-def search_best_first(level, overlay, ids, stop, vocabulary, depth, nodes, states):
+def search_best_first(level, overlay, ids, stop, vocabulary, depth, nodes, node_contexts):
     """Write the nodes with the largest path probabilities under ids[:stop], no deeper than `depth`; as `write_tree`.
 
-    A child is never likelier than its parent, so the best nodes become final in order. states: uint64 [B], scratch.
+    A child is never likelier than its parent, so the best become final in order. node_contexts: uint64 [B], scratch.
     """
-    root, inside = state_of(level, ids, stop, vocabulary)
+    root, in_vocabulary = state_of(level, ids, stop, vocabulary)
     size, final, node_count = 0, -1, 0
     tokens, counts, entries = level.tokens, level.counts, overlay.entries
     budget = len(nodes.order)
-    while inside and final < size:
-        parent, path, below, packed = np.int64(-1), 1.0, 1, root
+    while in_vocabulary and final < size:
+        parent, path, child_depth, packed = np.int64(-1), 1.0, 1, root
         if final >= 0:
             parent, path = nodes.order[final], nodes.ranked[final]
-            below, packed = nodes.depths[parent] + 1, states[parent]
+            child_depth, packed = nodes.depths[parent] + 1, node_contexts[parent]
         final += 1
-        if below > depth or (size == budget and path <= nodes.ranked[size - 1]):
+        if child_depth > depth or (size == budget and path <= nodes.ranked[size - 1]):
             continue
         begin, end, total, head, _ = open_state(level, overlay, packed)
         at, entry = begin, head
@@ -156,9 +156,9 @@ def search_best_first(level, overlay, ids, stop, vocabulary, depth, nodes, state
             if token < 0 or (size == budget and path * probability <= nodes.ranked[size - 1]):
                 break
             size, node_count, number = offer_node(
-                nodes, size, final, node_count, token, parent, below, path * probability
+                nodes, size, final, node_count, token, parent, child_depth, path * probability
             )
-            states[number] = append_token(level, packed, token)
+            node_contexts[number] = append_token(level, packed, token)
     return write_tree(nodes, size)
 
 
@@ -241,15 +241,15 @@ def _select(search: np.ndarray, node: int, explore: np.ndarray) -> int:
 
     Unvisited children have Q = N = 0, so the most likely one represents all of them.
     """
-    factor = explore[search[node].chosen]
+    exploration = explore[search[node].chosen]
     best, best_value = -1, -1.0
     child = search[node].first
     while child >= 0:
-        value = search[child].value + factor * search[child].prospect
+        value = search[child].value + exploration * search[child].prospect
         if value > best_value:
             best, best_value = child, value
         child = search[child].sibling
-    if search[node].ahead >= 0 and factor * search[node].ahead_prob > best_value:
+    if search[node].ahead >= 0 and exploration * search[node].ahead_prob > best_value:
         return -1
     return best
 
@@ -263,11 +263,11 @@ def _sample(level, overlay, begin, end, total, head, mass, seed):
     table_count = np.int64(0)
     for at in range(begin, end):
         table_count += np.int64(level.counts[at])
-    share = table_count / total if end > begin else 0.0
-    if mass + share <= 0:
+    table_mass = table_count / total if end > begin else 0.0
+    if mass + table_mass <= 0:
         return np.int64(-1), 0.0
     while True:
-        height = next_random(seed) * (mass + share)
+        height = next_random(seed) * (mass + table_mass)
         entry = head
         while entry >= 0:
             height -= overlay.entries[entry].weight
@@ -317,11 +317,11 @@ def search_by_puct(
             if not ended:
                 _visit_next(search, node, node_count, level, overlay)
                 node, node_count = node_count, node_count + 1
-        length, score, passed = search[node].depth, 1.0, node
-        while passed > 0:
-            words[iteration, search[passed].depth - 1] = search[passed].token
-            score += search[passed].prob
-            passed = search[passed].parent
+        length, score, ancestor = search[node].depth, 1.0, node
+        while ancestor > 0:
+            words[iteration, search[ancestor].depth - 1] = search[ancestor].token
+            score += search[ancestor].prob
+            ancestor = search[ancestor].parent
         packed = search[node].state
         while length < depth and not ended:
             begin, end, total, head, mass = open_state(level, overlay, packed)
@@ -348,9 +348,9 @@ def search_by_puct(
 @compile_function
 def _join(words: np.ndarray, scores: np.ndarray, sentences: int, depth: int, nodes: Nodes) -> int:
     """The tree of the best sentences, with shared prefixes merged, within the node budget; as `write_tree`."""
-    budget, size, count = len(nodes.order), 0, 0
+    budget, node_count, sentence_count = len(nodes.order), 0, 0
     for iteration in np.argsort(-scores, kind="mergesort"):
-        if count == sentences or size == budget:
+        if sentence_count == sentences or node_count == budget:
             break
         parent, fresh = -1, False
         for position in range(depth):
@@ -358,14 +358,14 @@ def _join(words: np.ndarray, scores: np.ndarray, sentences: int, depth: int, nod
             if token < 0:
                 break
             node = parent + 1
-            while node < size and (nodes.parents[node] != parent or nodes.tokens[node] != token):
+            while node < node_count and (nodes.parents[node] != parent or nodes.tokens[node] != token):
                 node += 1
-            if node == size:
-                if size == budget:
+            if node == node_count:
+                if node_count == budget:
                     break
-                nodes.order[size], nodes.tokens[size], nodes.parents[size] = size, token, parent
-                nodes.ranked[size] = scores[iteration]
-                size, fresh = size + 1, True
+                nodes.order[node_count], nodes.tokens[node_count], nodes.parents[node_count] = node_count, token, parent
+                nodes.ranked[node_count] = scores[iteration]
+                node_count, fresh = node_count + 1, True
             parent = node
-        count += fresh
-    return write_tree(nodes, size)
+        sentence_count += fresh
+    return write_tree(nodes, node_count)

@@ -7,5 +7,5 @@ KIND = Kind(
     f"{__name__}.drafter:PromptLookupPlugin",
     shaped=False,
     keys=("max_ngram", "stop.max_draft"),
-    served="ngram",
+    vllm_method="ngram",
 )

@@ -11,5 +11,5 @@ KIND = Kind(
     file="config.json",
     preset="small_lm/survival",
     calibration=HEAD_FOLDER,
-    served="draft_model",
+    vllm_method="draft_model",
 )

@@ -39,12 +39,12 @@ def fits_panels(linear: object) -> TypeGuard[Linear]:
         panels = all(len(part) % PANEL == 0 and part.raw.device.type == "cpu" for part in linear.parts)
         return panels and linear.like.dtype in (torch.float32, torch.bfloat16)
     if isinstance(linear, Int8Linear):
-        kind, device = linear.scale.dtype, linear.codes.device
+        dtype, device = linear.scale.dtype, linear.codes.device
     elif type(linear) is nn.Linear:
-        kind, device = linear.weight.dtype, linear.weight.device
+        dtype, device = linear.weight.dtype, linear.weight.device
     else:
         return False
-    return linear.out_features % PANEL == 0 and device.type == "cpu" and kind in (torch.float32, torch.bfloat16)
+    return linear.out_features % PANEL == 0 and device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
 
 
 def _scales(linear: Linear) -> Tensor:
@@ -93,26 +93,26 @@ class PanelLinear(nn.Module):
 
     def after(self, weight: Tensor, eps: float, x: Tensor) -> Tensor | None:
         """`forward` of weight · round(x / rms(x)) in one call; None if unsupported, as for an x of another dtype."""
-        size = self.shape[1]
-        rows = x.numel() // size
-        if x.dtype != self._dtype or weight.dtype != x.dtype or size % LANES or rows == 0:
+        inputs = self.shape[1]
+        rows = x.numel() // inputs
+        if x.dtype != self._dtype or weight.dtype != x.dtype or inputs % LANES or rows == 0:
             return None
         if rows > TOGETHER:
-            parts = [self.after(weight, eps, part) for part in x.reshape(rows, size).split(TOGETHER)]
+            parts = [self.after(weight, eps, part) for part in x.reshape(rows, inputs).split(TOGETHER)]
             return torch.cat([part for part in parts if part is not None]).view(*x.shape[:-1], -1)
-        work = torch.full((1 + most_threads() * (2 + self.layout.parts * rows) * size,), eps)
-        table = {entries.NORMS: weight.data_ptr(), entries.WORK: work.data_ptr()}
-        return self._call(self._normed, x, x.contiguous(), table)
+        work = torch.full((1 + most_threads() * (2 + self.layout.parts * rows) * inputs,), eps)
+        further_numbers = {entries.NORMS: weight.data_ptr(), entries.WORK: work.data_ptr()}
+        return self._call(self._normed, x, x.contiguous(), further_numbers)
 
-    def _call(self, entry: int, x: Tensor, operand: Tensor, more: dict[int, int] | None = None) -> Tensor:
-        """Outputs [..., out] of an entry for x [..., in], passed as `operand`. more: further numbers of its table."""
+    def _call(self, entry: int, x: Tensor, operand: Tensor, further_numbers: dict[int, int] | None = None) -> Tensor:
+        """Outputs [..., out] of an entry for x [..., in], passed as `operand`. further_numbers: of its table."""
         out = x.new_empty(*x.shape[:-1], self.shape[0])
         table = self._table.copy()
         table[entries.WEIGHTS], table[entries.SCALES] = self._panels.data_ptr(), self._scales.data_ptr()
         table[entries.BIASES] = self._biases.data_ptr()
         table[entries.X], table[entries.OUT] = operand.data_ptr(), out.data_ptr()
         table[entries.ROWS] = x.numel() // self.shape[1]
-        for index, number in (more or {}).items():
+        for index, number in (further_numbers or {}).items():
             table[index] = number
         call(entry, table, self._bytes)
         return out
@@ -123,7 +123,7 @@ class _Part(NamedTuple):
 
     rows: int
     past: int  # positions of the text before them
-    keys: int  # the address of the first layer's keys
+    keys_address: int  # the address of the first layer's keys
     value_offset: int  # bytes from a layer's keys to its values
     slots: int  # of the cache
     mask: Tensor | None  # [1, 1, rows, past + rows]
@@ -157,13 +157,13 @@ class LayersAtOnce:
         )
         linears = [linear for layer in layers for linear in layer.products]
         self.layout = WeightLayout.of(linears, self._dtype)
-        sizes = [self.layout.numbers(linear) for linear in first.products]
-        self._weights = in_large_pages(torch.empty(len(layers), sum(sizes), dtype=self.layout.stored))
+        weight_counts = [self.layout.numbers(linear) for linear in first.products]
+        self._weights = in_large_pages(torch.empty(len(layers), sum(weight_counts), dtype=self.layout.weight_dtype))
         self._coded = [linear.parts for linear in linears if isinstance(linear, CodedLinear)]
         self._bytes = bytes_of_codes(first.products) or self._weights[0].nbytes
         # Layer by layer, so that there is no third copy of a large model.
         for row, layer in zip(self._weights, layers, strict=True):
-            for part, linear in zip(row.split(sizes), layer.products, strict=True):
+            for part, linear in zip(row.split(weight_counts), layer.products, strict=True):
                 part.copy_(self.layout.panels(linear))
         ones = torch.ones(first.rotated, first.head_dim)
         head_eps = -1.0 if first.head_scale is None else first.head_eps
@@ -202,30 +202,30 @@ class LayersAtOnce:
         Uses as many `layers` as exceed the caches. If a layer is so small that call overhead dominates, it is not
         measured: at once is faster then.
         """
-        size = self._weights[0].nbytes
-        if size < SMALL:
+        layer_bytes = self._weights[0].nbytes
+        if layer_bytes < SMALL:
             return True
-        count = min(len(layers), math.ceil(COLD / size))
-        like = torch.zeros(1, 1, self._shape.hidden, dtype=self._dtype)
-        turned = torch.ones(1, 1, self._shape.width, dtype=self._dtype)
-        gained = 0.0
+        count = min(len(layers), math.ceil(COLD / layer_bytes))
+        zero_row = torch.zeros(1, 1, self._shape.hidden, dtype=self._dtype)
+        one_row = torch.ones(1, 1, self._shape.width, dtype=self._dtype)
+        log_speedup = 0.0
         for rows in WIDTHS:
-            hidden, table = like.expand(1, rows, -1).contiguous(), turned.expand(1, rows, -1).contiguous()
+            hidden, rotary_rows = zero_row.expand(1, rows, -1).contiguous(), one_row.expand(1, rows, -1).contiguous()
             mask = torch.zeros(1, 1, rows, rows + 1, dtype=self._dtype)
             seconds: tuple[list[float], list[float]] = ([], [])
             for _ in range(1 + REPEATS):
                 cache = KVCache(range(self._first, self._first + count), rows + 1)
                 cache.length = 1  # as after a text of one token
                 started = clock()
-                output = self.run(hidden, 0, count, (table, table), mask, cache)
+                output = self.run(hidden, 0, count, (rotary_rows, rotary_rows), mask, cache)
                 between = clock()
                 assert output is not None
                 for layer in layers[:count]:
-                    layer.one_by_one(hidden, mask, (table, table), cache)
+                    layer.one_by_one(hidden, mask, (rotary_rows, rotary_rows), cache)
                 seconds[0].append(between - started)
                 seconds[1].append(clock() - between)
-            gained += math.log(statistics.median(seconds[1][1:]) / statistics.median(seconds[0][1:]))
-        return gained > 0
+            log_speedup += math.log(statistics.median(seconds[1][1:]) / statistics.median(seconds[0][1:]))
+        return log_speedup > 0
 
     @classmethod
     def of(cls, layers: Sequence[Any]) -> "LayersAtOnce | None":
@@ -233,7 +233,7 @@ class LayersAtOnce:
         is_supported = layers and all(layer.gates_by_silu for layer in layers)
         if not is_supported or not all(fits_panels(part) for layer in layers for part in layer.products):
             return None
-        kinds = {
+        signatures = {
             (
                 type(layer.qkv), layer.heads, layer.rotated, layer.head_dim, layer.up.out_features, layer.head_eps,
                 layer.attention_norm.eps, layer.mlp_norm.eps, layer.head_scale is None, dtype_of(layer),
@@ -241,7 +241,7 @@ class LayersAtOnce:
             )
             for index, layer in enumerate(layers)
         }  # fmt: skip
-        return cls(layers) if len(kinds) == 1 and layers[0].head_dim % LANES == 0 else None
+        return cls(layers) if len(signatures) == 1 and layers[0].head_dim % LANES == 0 else None
 
     def run(
         self, hidden: Tensor, start: int, stop: int, rotary: tuple[Tensor, Tensor] | None, mask: Mask,
@@ -265,10 +265,10 @@ class LayersAtOnce:
         if not all(parts):
             return None
         # Later calls see the keys of earlier ones.
-        for group in _group_parts([part for text in parts for part in text]):
-            rows = slice(begin, begin := begin + sum(part.rows for part in group))
+        for parts_of_call in _group_parts([part for text in parts for part in text]):
+            rows = slice(begin, begin := begin + sum(part.rows for part in parts_of_call))
             turned = (rotary[0][:, rows], rotary[1][:, rows])
-            outputs.append(self._call(hidden[:, rows], start, stop, turned, group))
+            outputs.append(self._call(hidden[:, rows], start, stop, turned, parts_of_call))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def _parts_of(self, rows: int, mask: Mask, cache: LayerCache | None) -> "list[_Part]":
@@ -283,13 +283,13 @@ class LayersAtOnce:
         if buffer is None:
             return []
         value_offset, past = buffer.stride(1) * buffer.itemsize, cache.length
-        keys = buffer.data_ptr() - 2 * value_offset * (cache.layers.start - self._first)
-        most = max(1, SEEN // (past + rows))
+        keys_address = buffer.data_ptr() - 2 * value_offset * (cache.layers.start - self._first)
+        max_rows = max(1, SEEN // (past + rows))
         parts = []
-        for begin in range(0, rows, most):
-            end = min(rows, begin + most)
+        for begin in range(0, rows, max_rows):
+            end = min(rows, begin + max_rows)
             part_mask = None if mask is None else mask[:, :, begin:end, : past + end].contiguous()
-            parts.append(_Part(end - begin, past + begin, keys, value_offset, cache.slots, part_mask))
+            parts.append(_Part(end - begin, past + begin, keys_address, value_offset, cache.slots, part_mask))
         return parts
 
     def _call(
@@ -303,7 +303,7 @@ class LayersAtOnce:
         columns, begin = [], 0
         for part in parts:
             mask = 0 if part.mask is None else part.mask.data_ptr()
-            columns.append((begin, part.rows, part.keys, part.value_offset, part.slots, part.past, mask))
+            columns.append((begin, part.rows, part.keys_address, part.value_offset, part.slots, part.past, mask))
             begin += part.rows
         texts = torch.tensor(columns)
         positions = max(part.past + part.rows for part in parts)
@@ -323,10 +323,10 @@ class LayersAtOnce:
 
     def _workspace_size(self, rows: int, threads: int, positions: int) -> int:
         """The workspace of a pass over `positions` positions in floats, rounded up; cached, as computing it is slow."""
-        size = (rows, threads, -(-positions // SOME) * SOME)
-        if size not in self._workspace_sizes:
-            self._workspace_sizes[size] = sum(entries.workspace_sizes(self._shape, *size, self.layout.parts))
-        return self._workspace_sizes[size]
+        shape = (rows, threads, -(-positions // SOME) * SOME)
+        if shape not in self._workspace_sizes:
+            self._workspace_sizes[shape] = sum(entries.workspace_sizes(self._shape, *shape, self.layout.parts))
+        return self._workspace_sizes[shape]
 
 
 def dtype_of_linear(linear: Linear) -> torch.dtype:

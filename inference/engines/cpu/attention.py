@@ -18,9 +18,9 @@ from outrider.inference.engines.cpu.vectors import (
     LANES,
     LONG,
     ZEROS,
-    added,
+    add_product,
     arrays_of,
-    loaded,
+    load_floats,
     loop,
     row_of,
     splat,
@@ -138,9 +138,9 @@ def _scores_of(keys_at_once):
 
             def multiply(block, sums):
                 at = builder.mul(block, LONG(LANES))
-                part = loaded(builder, of_query.data, at, query.dtype)
-                key_parts = [loaded(builder, key, at, keys.dtype) for key in rows]
-                return [added(builder, total, part, key_part) for total, key_part in zip(sums, key_parts, strict=True)]
+                part = load_floats(builder, of_query.data, at, query.dtype)
+                key_parts = [load_floats(builder, row, at, keys.dtype) for row in rows]
+                return [add_product(builder, total, part, key) for total, key in zip(sums, key_parts, strict=True)]
 
             width = cgutils.unpack_tuple(builder, of_query.shape, 1)[0]
             blocks = builder.sdiv(width, LONG(LANES))
@@ -172,10 +172,10 @@ def _weighed(vectors):
                 address = builder.gep(of_weights.data, [builder.add(begin, position)])
                 weight = splat(builder, builder.load(address, align=4))
                 value = row_of(builder, of_values, builder.add(row, position))
-                parts = [loaded(builder, value, at, values.dtype) for at in columns]
-                return [added(builder, total, weight, part) for total, part in zip(totals, parts, strict=True)]
+                parts = [load_floats(builder, value, at, values.dtype) for at in columns]
+                return [add_product(builder, total, weight, part) for total, part in zip(totals, parts, strict=True)]
 
-            starting = [loaded(builder, of_sums.data, at, types.float32) for at in columns]
+            starting = [load_floats(builder, of_sums.data, at, types.float32) for at in columns]
             for at, total in zip(columns, loop(builder, count, starting, multiply), strict=True):
                 into = builder.bitcast(builder.gep(of_sums.data, [at]), FLOATS.as_pointer())
                 builder.store(total, into, align=4)
@@ -192,40 +192,40 @@ _weigh_some, _weigh_one = _weighed(_VECTORS), _weighed(1)
 
 
 @kernel
-def attend(task, first, last, halves, out):
-    """Write to out [R, H·D], for queries first … last − 1, the means of values by softmax(scale · query · key + mask).
+def attend(task, first_query, end_query, in_bf16, out):
+    """For queries first_query … end_query − 1, write to out [R, H·D] means of values by softmax(scale · q · k + mask).
 
     Queries are numbered by key head, then by the task's rows, then by the heads that share a key head. Positions after
     a row's last visible one are not read, so a row of a chain gets the same result as alone.
     """
     heads = task.queries.shape[1] // task.keys.shape[2]
     per_head = task.rows * heads // task.keys.shape[0]
-    while first < last:
-        key_head = first // per_head
-        end = min(last, (key_head + 1) * per_head)
-        _attend_head(task, heads, key_head, first - key_head * per_head, end - key_head * per_head, halves, out)
-        first = end
+    while first_query < end_query:
+        key_head = first_query // per_head
+        end = min(end_query, (key_head + 1) * per_head)
+        _attend_head(task, heads, key_head, first_query - key_head * per_head, end - key_head * per_head, in_bf16, out)
+        first_query = end
 
 
 @kernel
-def _attend_head(task, heads, key_head, first, last, halves, out):
-    """`attend` for queries first … last − 1 of one key head."""
+def _attend_head(task, heads, key_head, first_query, end_query, in_bf16, out):
+    """`attend` for queries first_query … end_query − 1 of one key head."""
     keys, values, near = task.keys[key_head], task.values[key_head], task.near
-    width, group = keys.shape[1], heads // task.keys.shape[0]
-    widen = keys.itemsize == 2 and last - first > 2  # once for all queries
+    width, heads_per_key = keys.shape[1], heads // task.keys.shape[0]
+    widen = keys.itemsize == 2 and end_query - first_query > 2  # once for all queries
     for begin in range(0, task.seen, NEAR):
         if widen:
             _widen(keys, begin, min(begin + NEAR, task.seen), near)
-        for query in range(first, last):
-            row, head = task.row + query // group, key_head * group + query % group
+        for query in range(first_query, end_query):
+            row, head = task.row + query // heads_per_key, key_head * heads_per_key + query % heads_per_key
             count = min(NEAR, seen_by(task, row) - begin)
             vector, scores = task.queries[row, head * width : (head + 1) * width], task.scores[row * heads + head]
             if widen:
                 _score(vector, near, 0, count, scores, begin)
             else:
                 _score(vector, keys, begin, count, scores, begin)
-    for query in range(first, last):
-        row, head = task.row + query // group, key_head * group + query % group
+    for query in range(first_query, end_query):
+        row, head = task.row + query // heads_per_key, key_head * heads_per_key + query % heads_per_key
         count = seen_by(task, row)
         softmax(
             task.scores, row * heads + head, count, -(-count // LANES) * LANES, task.mask[row - task.row], task.scale
@@ -234,17 +234,17 @@ def _attend_head(task, heads, key_head, first, last, halves, out):
     for begin in range(0, task.seen, NEAR):
         if widen:
             _widen(values, begin, min(begin + NEAR, task.seen), near)
-        for query in range(first, last):
-            row, head = task.row + query // group, key_head * group + query % group
+        for query in range(first_query, end_query):
+            row, head = task.row + query // heads_per_key, key_head * heads_per_key + query % heads_per_key
             count = min(NEAR, seen_by(task, row) - begin)
             scores, sums = task.scores[row * heads + head], task.sums[row, head * width : (head + 1) * width]
             if widen:
                 _weigh(scores, begin, near, 0, count, sums)
             else:
                 _weigh(scores, begin, values, begin, count, sums)
-    for query in range(first, last):
-        row, head = task.row + query // group, key_head * group + query % group
-        put_columns(task.sums, row, head * width, out, row, head * width, width, halves)
+    for query in range(first_query, end_query):
+        row, head = task.row + query // heads_per_key, key_head * heads_per_key + query % heads_per_key
+        put_columns(task.sums, row, head * width, out, row, head * width, width, in_bf16)
 
 
 @kernel

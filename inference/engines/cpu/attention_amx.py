@@ -24,11 +24,11 @@ from outrider.inference.engines.cpu.vectors import (
     INTS,
     LANES,
     LONG,
+    address_at,
     arrays_of,
-    loaded,
+    load_floats,
     loop,
     nearest_bfloat16,
-    place_in,
     rounded,
     row_of,
 )
@@ -72,8 +72,8 @@ def _shorts(builder, values):
     return builder.trunc(builder.lshr(nearest_bfloat16(builder, values), ir.Constant(INTS, [16] * LANES)), _SHORTS)
 
 
-def _vector_at(builder, address, kind):
-    return builder.bitcast(address, kind.as_pointer())
+def _vector_at(builder, address, vector_type):
+    return builder.bitcast(address, vector_type.as_pointer())
 
 
 @intrinsic
@@ -82,16 +82,16 @@ def _place_queries(context, block, count, packed):
 
     def make(context, builder, signature, arguments):
         of_block, of_packed = arrays_of(context, builder, (block, packed), (arguments[0], arguments[2]))
-        last = builder.sub(arguments[1], LONG(1))
+        last_query = builder.sub(arguments[1], LONG(1))
         width = cgutils.unpack_tuple(builder, of_block.shape, 2)[1]
 
         def pack(step, nothing):
             rows = []
             for number in range(BLOCK):
-                here = builder.select(builder.icmp_signed("<", LONG(number), last), LONG(number), last)
+                here = builder.select(builder.icmp_signed("<", LONG(number), last_query), LONG(number), last_query)
                 line, at = row_of(builder, of_block, here), builder.mul(step, LONG(STEP))
                 parts = [
-                    _shorts(builder, loaded(builder, line, builder.add(at, LONG(half)), types.float32))
+                    _shorts(builder, load_floats(builder, line, builder.add(at, LONG(half)), types.float32))
                     for half in (0, LANES)
                 ]
                 joined = builder.shuffle_vector(*parts, ir.Constant(ir.VectorType(INT, STEP), list(range(STEP))))
@@ -109,15 +109,15 @@ def _place_queries(context, block, count, packed):
 
 def _copy_tail(builder, keys, position, positions, width, into):
     """Copy 16 keys from a position on to contiguous memory; positions after the last key get the last one."""
-    last = builder.sub(positions, LONG(1))
+    last_key = builder.sub(positions, LONG(1))
 
     def copy(block, nothing):
         at = builder.mul(block, LONG(LANES))
         for number in range(BLOCK):
             here = builder.add(position, LONG(number))
-            here = builder.select(builder.icmp_signed("<", here, last), here, last)
-            line = place_in(builder, row_of(builder, keys, here), at, _SHORT)
-            destination = place_in(builder, into, builder.add(builder.mul(width, LONG(number)), at), _SHORT)
+            here = builder.select(builder.icmp_signed("<", here, last_key), here, last_key)
+            line = address_at(builder, row_of(builder, keys, here), at, _SHORT)
+            destination = address_at(builder, into, builder.add(builder.mul(width, LONG(number)), at), _SHORT)
             vector = builder.load(_vector_at(builder, line, _SHORTS), align=2)
             builder.store(vector, _vector_at(builder, destination, _SHORTS), align=2)
         return nothing
@@ -161,7 +161,7 @@ def _score_keys(context, keys, position, packed, work, tail, scores, line, count
             for number in range(BLOCK)
         ]
         for number, row in enumerate(_transposed(builder, rows)):
-            into = place_in(builder, row_of(builder, of_scores, builder.add(line, LONG(number))), position, INT)
+            into = address_at(builder, row_of(builder, of_scores, builder.add(line, LONG(number))), position, INT)
             there = builder.icmp_signed("<", LONG(number), count)
             into = builder.select(there, builder.bitcast(into, BYTE.as_pointer()), between)  # else to the workspace
             builder.store(row, _vector_at(builder, into, INTS), align=4)
@@ -181,7 +181,7 @@ def _split_weights(context, scores, line, steps):
 
         def split(step, nothing):
             at = builder.mul(step, LONG(STEP))
-            values = [loaded(builder, start, builder.add(at, LONG(half)), types.float32) for half in (0, LANES)]
+            values = [load_floats(builder, start, builder.add(at, LONG(half)), types.float32) for half in (0, LANES)]
             rests = [builder.fsub(value, rounded(builder, value, _ALWAYS)) for value in values]
             for number, value in enumerate((*values, *rests)):
                 into = builder.gep(start, [builder.add(builder.mul(at, LONG(4)), LONG(number * LINE // 2))])
@@ -218,7 +218,7 @@ def _weigh_values(context, scores, line, values, seen, nothing, work, block, col
             sources = []
             for offset in (0, 1):
                 here = builder.add(position, LONG(offset))
-                source = place_in(builder, row_of(builder, of_values, here), column, _SHORT)
+                source = address_at(builder, row_of(builder, of_values, here), column, _SHORT)
                 source = builder.bitcast(source, BYTE.as_pointer())
                 sources.append(builder.select(builder.icmp_signed("<", here, seen), source, zeros))
             for number in range(len(_SUMS)):
@@ -245,7 +245,7 @@ def _weigh_values(context, scores, line, values, seen, nothing, work, block, col
 
         loop(builder, builder.sdiv(builder.add(seen, LONG(STEP - 1)), LONG(STEP)), [], multiply)
         for number, register in enumerate(_SUMS):
-            into = place_in(builder, of_block.data, builder.add(column, LONG(number * LANES)), FLOAT)
+            into = address_at(builder, of_block.data, builder.add(column, LONG(number * LANES)), FLOAT)
             into = builder.bitcast(into, BYTE.as_pointer())
             call_amx(builder, "tilestored64", register, into, _line_of(builder, of_block))
         return context.get_dummy_value()
@@ -260,7 +260,7 @@ _PACKED, _BETWEEN, _TAIL, _NOTHING, USED = 16, 24, 40, 48, 50
 
 
 @kernel
-def attend_by_amx(task, first, last, halves, out):
+def attend_by_amx(task, first_query, end_query, in_bf16, out):
     """`attention.attend` for bfloat16 keys and values whose head dimension is a multiple of 32.
 
     Queries are rounded to bfloat16. Weights of hidden positions are 0, but their values are read nevertheless.
@@ -270,17 +270,17 @@ def attend_by_amx(task, first, last, halves, out):
     nothing = task.near[_NOTHING:USED]
     for row in range(nothing.shape[0]):
         nothing[row] = np.float32(0.0)
-    while first < last:
-        key_head = first // per_head
-        end = min(last, (key_head + 1) * per_head, first + BLOCK)
-        set_up(end - first, _OF_QUERIES)
-        _attend_block(task, key_head, first, end - first, halves, out)
-        first = end
+    while first_query < end_query:
+        key_head = first_query // per_head
+        end = min(end_query, (key_head + 1) * per_head, first_query + BLOCK)
+        set_up(end - first_query, _OF_QUERIES)
+        _attend_block(task, key_head, first_query, end - first_query, in_bf16, out)
+        first_query = end
     set_down()
 
 
 @kernel
-def _attend_block(task, key_head, first, count, halves, out):
+def _attend_block(task, key_head, first, count, in_bf16, out):
     """`attend_by_amx` for queries first … first + count − 1, all of one key head."""
     keys, values, near, scores = task.keys[key_head], task.values[key_head], task.near, task.scores
     seen, width = task.seen, task.keys.shape[2]
@@ -304,4 +304,4 @@ def _attend_block(task, key_head, first, count, halves, out):
         _weigh_values(scores, line, values, seen, near[_NOTHING:USED], between, near, column)
     for i in range(count):
         row, head = task.row + (first + i - key_head * per_head) // group, key_head * group + (first + i) % group
-        put_columns(near, i, 0, out, row, head * width, width, halves)
+        put_columns(near, i, 0, out, row, head * width, width, in_bf16)

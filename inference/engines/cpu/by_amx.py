@@ -29,10 +29,10 @@ from outrider.inference.engines.cpu.vectors import (
     Outputs,
     Tile,
     arrays_of,
-    ask_for,
     distances_ahead,
-    loaded,
+    load_floats,
     loop,
+    prefetch_line,
     row_of,
     switch_between,
 )
@@ -124,10 +124,10 @@ def _add_block(builder, weights, source, line, depth, tile, work, panels):
     those of one step in the processor's order. So a sum does not depend on other rows or other panels.
     """
     of_weights = range(panels + 1, _REGISTERS)
-    size = builder.mul(depth, LONG(REGISTER))
-    first = builder.gep(weights, [builder.mul(builder.sdiv(tile.panel, LONG(LANES)), size)])
-    starts = [builder.gep(first, [builder.mul(size, LONG(index))]) for index in range(panels)]
-    ahead = distances_ahead(builder, size, panels, tile.turn, tile.turns)
+    panel_bytes = builder.mul(depth, LONG(REGISTER))
+    first_panel = builder.gep(weights, [builder.mul(builder.sdiv(tile.panel, LONG(LANES)), panel_bytes)])
+    starts = [builder.gep(first_panel, [builder.mul(panel_bytes, LONG(index))]) for index in range(panels)]
+    ahead = distances_ahead(builder, panel_bytes, panels, tile.turn, tile.turns)
     for index in range(panels):
         call_amx(builder, "tilezero", index)
 
@@ -140,7 +140,7 @@ def _add_block(builder, weights, source, line, depth, tile, work, panels):
             fetches = builder.icmp_signed("!=", distance, LONG(0))
             address = builder.select(fetches, builder.gep(here, [distance]), source)
             for offset in range(0, REGISTER, LINE):
-                ask_for(builder, builder.gep(address, [LONG(offset)]))
+                prefetch_line(builder, builder.gep(address, [LONG(offset)]))
             call_amx(builder, "tileloadd64", register, here, LONG(LINE))
             call_amx(builder, "tdpbf16ps", index, panels, register)
         return nothing
@@ -172,7 +172,7 @@ def _multiply_block(context, weights, x, depth, tile, work, at):
 
 
 @intrinsic
-def _put_sums(context, linear, out, work, row, rows, panel, apart, halves):
+def _put_sums(context, linear, out, work, row, rows, panel, apart, in_bf16):
     """Write a panel's outputs for rows from `row` on, from the sums of parts that are `apart` rows apart; 0: of one."""
 
     def make(context, builder, signature, arguments):
@@ -183,7 +183,7 @@ def _put_sums(context, linear, out, work, row, rows, panel, apart, halves):
 
         def sums_of(row, part):
             index = builder.add(row, builder.mul(apart, LONG(part)))
-            return loaded(builder, work, builder.mul(index, LONG(LANES)), types.float32)
+            return load_floats(builder, work, builder.mul(index, LONG(LANES)), types.float32)
 
         def put(number, nothing):
             total = sums_of(number, 0)
@@ -209,27 +209,27 @@ def _sums_of_panel(context, work, index):
 
 
 @kernel
-def by_amx(linear, x, rows, first, last, halves, out):
+def by_amx(linear, x, rows, begin, end, in_bf16, out):
     """`products.product` for uint64 weights."""
     parts = x.shape[0] // rows
     turns = -(-rows // BLOCK)
     at_once = parts if parts * rows <= BLOCK else 1  # parts of the same rows in one block
     blocks, depth = parts // at_once, linear.inputs // STEP
-    panels = min(_MOST, (last - first) // PANEL)
+    panels = min(_MOST, (end - begin) // PANEL)
     panels = _MOST if panels == _MOST else 1
     work = _work_of_sums()
-    for group in range(first, last, panels * PANEL):
-        panel = min(group, last - panels * PANEL)  # the last panels may be computed twice
+    for panel_begin in range(begin, end, panels * PANEL):
+        panel = min(panel_begin, end - panels * PANEL)  # the last panels may be computed twice
         row = 0
         for turn in range(turns):
             count = (rows - row + turns - turn - 1) // (turns - turn)  # nearly as many in each turn
-            if turns > 1 or group == first:
+            if turns > 1 or panel_begin == begin:
                 set_up(at_once * count, panels)
             for block in range(blocks):
                 tile = Tile(block * rows + row, count, panel, panels, turn * blocks + block, turns * blocks)
                 _multiply_block(linear.weights, x, depth, tile, work, block * BLOCK)
             apart = 0 if parts == 1 else count if at_once > 1 else BLOCK
             for index in range(panels):
-                _put_sums(linear, out, _sums_of_panel(work, index), row, count, panel + index * PANEL, apart, halves)
+                _put_sums(linear, out, _sums_of_panel(work, index), row, count, panel + index * PANEL, apart, in_bf16)
             row += count
     set_down()

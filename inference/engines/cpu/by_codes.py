@@ -38,11 +38,11 @@ from outrider.inference.engines.cpu.vectors import (
     PANEL,
     ZEROS,
     Outputs,
-    added,
+    add_product,
+    address_at,
     arrays_of,
-    ask_for,
     loop,
-    place_in,
+    prefetch_line,
     row_of,
     splat,
     splat_float,
@@ -137,54 +137,54 @@ def _code_factors(builder, tile, words, upper, pair):
 def _surplus(code_kind, pairs):
     """How much larger the sum of an input's factors (`_code_factors`) is than code − offset."""
     if not pairs:
-        return code_kind.offset
-    return code_kind.offset + 128 + (16 * 128 if code_kind.bits == 8 else 0)
+        return code_kind.code_offset
+    return code_kind.code_offset + 128 + (16 * 128 if code_kind.bits == 8 else 0)
 
 
 def _scale_and_minimum(builder, code_kind, block, group):
     """(scale, minimum or None) of a group of a panel's block, for each output."""
-    scaled, begin = [], 2 * PANEL * (1 + code_kind.has_minimum)
+    factors, begin = [], 2 * PANEL * (1 + code_kind.has_minimum)
     for index in range(1 + code_kind.has_minimum):
         half = _load_vector(builder, block, LONG(2 * PANEL * index), ir.VectorType(ir.HalfType(), LANES))
         factor = builder.fpext(half, FLOATS)
-        if code_kind.groups > 1:
-            offset = builder.add(LONG(begin + index * code_kind.groups * PANEL), builder.mul(group, LONG(PANEL)))
+        if code_kind.block_groups > 1:
+            offset = builder.add(LONG(begin + index * code_kind.block_groups * PANEL), builder.mul(group, LONG(PANEL)))
             numbers = _load_vector(builder, block, offset, ir.VectorType(BYTE, LANES))
             widened = builder.zext(numbers, INTS) if code_kind.has_minimum else builder.sext(numbers, INTS)
             factor = builder.fmul(factor, builder.sitofp(widened, FLOATS))
-        scaled.append(factor)
+        factors.append(factor)
     if code_kind.has_zero_point:
-        scaled[1] = builder.fmul(*scaled)
-    return scaled[0], scaled[1] if code_kind.has_minimum else None
+        factors[1] = builder.fmul(*factors)
+    return factors[0], factors[1] if code_kind.has_minimum else None
 
 
 def _sum_of_group(builder, code_kind, sums, group):
     """Σ x over a group of a row, in all lanes. sums: the address of the row's sums over `SUMMED` inputs."""
     count = code_kind.group_size // SUMMED
-    first = builder.mul(group, LONG(count))
-    indices = [builder.add(first, LONG(index)) for index in range(count)]
-    parts = [builder.load(place_in(builder, sums, index, FLOAT), align=4) for index in indices]
+    first_sum = builder.mul(group, LONG(count))
+    indices = [builder.add(first_sum, LONG(index)) for index in range(count)]
+    parts = [builder.load(address_at(builder, sums, index, FLOAT), align=4) for index in indices]
     return splat(builder, reduce(builder.fadd, parts))
 
 
-def _add_group(builder, tile, starts, number, group, totals):
-    """`totals` with the products of a group of inputs. number: the number of its block; starts: the block's addresses.
+def _add_group(builder, tile, starts, block_number, group, totals):
+    """`totals` with the products of a group of inputs. block_number: its block's; starts: the block's addresses.
 
     totals: a vector of outputs for each row and panel, row by row.
     """
     code_kind, block = tile.block.code_kind, tile.block
-    group_number = builder.add(builder.mul(number, LONG(code_kind.groups)), group)
+    group_number = builder.add(builder.mul(block_number, LONG(code_kind.block_groups)), group)
     codes_at = builder.add(LONG(block.header), builder.mul(group, LONG(block.group_bytes)))
     sums = [_sum_of_group(builder, code_kind, row, group_number) for row in tile.sums]
     dots = _dot_codes(builder, tile, starts, group_number, codes_at, sums)
     scales = [_scale_and_minimum(builder, code_kind, start, group) for start in starts]
-    after = []
+    new_totals = []
     for index, (total, dot) in enumerate(zip(totals, dots, strict=True)):
         row, panel = divmod(index, len(starts))
         scale, minimum = scales[panel]
-        total = added(builder, total, dot, scale)
-        after.append(total if minimum is None else added(builder, total, sums[row], builder.fneg(minimum)))
-    return after
+        total = add_product(builder, total, dot, scale)
+        new_totals.append(total if minimum is None else add_product(builder, total, sums[row], builder.fneg(minimum)))
+    return new_totals
 
 
 def _dot_codes(builder, tile, starts, group_number, codes_at, sums):
@@ -206,7 +206,7 @@ def _dot_codes(builder, tile, starts, group_number, codes_at, sums):
     def add_line(line, dots):
         offset = builder.add(codes_at, builder.mul(line, LONG(LINE)))
         for start in starts:
-            ask_for(builder, builder.gep(start, [builder.add(offset, tile.ahead)]))
+            prefetch_line(builder, builder.gep(start, [builder.add(offset, tile.ahead)]))
         words = [_load_vector(builder, start, offset, _WORDS) for start in starts]
         by = builder.trunc(builder.mul(line, LONG(pairs * upper_bits)), ir.IntType(16))
         line_uppers = [builder.lshr(upper, _in_all_words(builder, by)) for upper in uppers] or [None] * len(starts)
@@ -215,9 +215,9 @@ def _dot_codes(builder, tile, starts, group_number, codes_at, sums):
             by_panel = [_code_factors(builder, tile, *codes, pair) for codes in zip(words, line_uppers, strict=True)]
             for factors in zip(*by_panel, strict=True):
                 at = builder.add(line_begin, LONG(factors[0][1]))
-                inputs = [builder.load(place_in(builder, row, at, type_of_x), align=4) for row in tile.sources]
-                terms = [(factor, splat(builder, x)) for x in inputs for factor, _ in factors]
-                dots = [added(builder, dot, *term) for dot, term in zip(dots, terms, strict=True)]
+                inputs = [builder.load(address_at(builder, source, at, type_of_x), align=4) for source in tile.sources]
+                terms = [(codes, splat(builder, x)) for x in inputs for codes, _ in factors]
+                dots = [add_product(builder, dot, *term) for dot, term in zip(dots, terms, strict=True)]
         return dots
 
     return loop(builder, LONG(lines), dots, add_line)
@@ -233,7 +233,7 @@ def _add_tile(builder, tile):
         begin = builder.mul(number, LONG(tile.block.size))
         starts = [builder.gep(panel, [begin]) for panel in tile.panels]
         return loop(
-            builder, LONG(tile.block.code_kind.groups), totals,
+            builder, LONG(tile.block.code_kind.block_groups), totals,
             lambda group, totals: _add_group(builder, tile, starts, number, group, totals),
         )  # fmt: skip
 
@@ -263,18 +263,18 @@ def multiply_tile(context, number, linear, x, sums, outs, tile):
     block = PanelBlock(code_kind)
 
     def make(context, builder, signature, arguments):
-        fields, halves = cgutils.unpack_tuple(builder, arguments[1]), ir.Constant(ir.IntType(1), rounds)
+        fields, in_bf16 = cgutils.unpack_tuple(builder, arguments[1]), ir.Constant(ir.IntType(1), rounds)
         addresses, of_x, of_sums = arrays_of(
             context, builder, (linear.types[0], x, sums), (fields[0], arguments[2], arguments[3])
         )
         forms = [*zip(outs.types, cgutils.unpack_tuple(builder, arguments[4]), strict=True)][: 1 + rounds]
-        outputs = [Outputs.of(context, builder, (linear, t), (arguments[1], out), halves) for t, out in forms]
+        outputs = [Outputs.of(context, builder, (linear, t), (arguments[1], out), in_bf16) for t, out in forms]
         form, first_row, count, first_panel, last_panel = cgutils.unpack_tuple(builder, arguments[5])
         last_row = builder.sub(builder.add(first_row, count), LONG(1))
         blocks = builder.sdiv(fields[1], LONG(code_kind.inputs))
 
         def address_of(panel):
-            entry = place_in(builder, addresses.data, builder.mul(panel, LONG(2)), LONG)
+            entry = address_at(builder, addresses.data, builder.mul(panel, LONG(2)), LONG)
             return builder.inttoptr(builder.load(entry, align=8), BYTE.as_pointer())
 
         def add(tile_rows):
@@ -349,32 +349,32 @@ def _workspace(context, count):
 
 
 @kernel
-def by_codes(linear, x, rows, first, last, halves, out):
+def by_codes(linear, x, rows, begin, end, in_bf16, out):
     """`passes.product` for codes. The weights are int64 [panels, 2], flattened: of a panel its address, and that of the
     function that multiplies panels of its kind: void f(int64 *table), see `entries.codes_entry`.
 
-    x is float32, or bfloat16 where `DOTS`. halves: whether `out` is rounded to bfloat16; known to the function.
+    x is float32, or bfloat16 where `DOTS`. in_bf16: whether `out` is rounded to bfloat16; known to the function.
     """
     for row in range(0, rows, _SUMMED_ROWS):
-        _multiply_rows(linear, x, row, min(_SUMMED_ROWS, rows - row), first, last, out)
+        _multiply_rows(linear, x, row, min(_SUMMED_ROWS, rows - row), begin, end, out)
 
 
 @kernel
-def _multiply_rows(linear, x, begin, rows, first, last, out):
-    """`by_codes` for `rows` rows from row `begin` on."""
-    panels, per_row = linear.weights, linear.inputs // SUMMED
-    before = 4 * begin * per_row  # bytes of the rows before, which have no sums here
-    sums = array_of(_workspace(rows * per_row) - before, (begin + rows, per_row), linear.scales)
-    for row in range(begin, begin + rows):
-        for index in range(per_row):
+def _multiply_rows(linear, x, first_row, rows, begin, end, out):
+    """`by_codes` for `rows` rows from row `first_row` on."""
+    panels, sums_per_row = linear.weights, linear.inputs // SUMMED
+    bytes_before = 4 * first_row * sums_per_row  # bytes of the rows before, which have no sums here
+    sums = array_of(_workspace(rows * sums_per_row) - bytes_before, (first_row + rows, sums_per_row), linear.scales)
+    for row in range(first_row, first_row + rows):
+        for index in range(sums_per_row):
             total = np.float32(0.0)
             for i in range(index * SUMMED, (index + 1) * SUMMED):
                 total += wide(x[row, i])
             sums[row, index] = total
-    panel = first // PANEL
-    while panel < last // PANEL:
-        function, end = panels[2 * panel + 1], panel + 1
-        while end < last // PANEL and panels[2 * end + 1] == function:
-            end += 1
-        _call_function(function, linear, x, sums, out, (begin, rows, panel, end))
-        panel = end
+    panel = begin // PANEL
+    while panel < end // PANEL:
+        function, panel_end = panels[2 * panel + 1], panel + 1
+        while panel_end < end // PANEL and panels[2 * panel_end + 1] == function:
+            panel_end += 1
+        _call_function(function, linear, x, sums, out, (first_row, rows, panel, panel_end))
+        panel = panel_end

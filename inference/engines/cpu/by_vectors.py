@@ -18,16 +18,16 @@ from outrider.inference.engines.cpu.vectors import (
     ZEROS,
     Outputs,
     Tile,
-    added,
+    add_product,
+    address_at,
     arrays_of,
-    ask_for,
-    both_of,
     distances_ahead,
-    loaded,
+    load_floats,
     loop,
-    place_in,
+    prefetch_line,
     row_of,
     splat,
+    split_pairs,
     switch_between,
     weights_in,
 )
@@ -53,85 +53,85 @@ _TILES = sorted(
 )
 
 
-class _Sides(NamedTuple):
+class _Operands(NamedTuple):
     """The operands of a tile as LLVM values: arrays, their numba types, and where the tile is in them."""
 
     weights: object
     x: object
     outputs: Outputs
-    kinds: dict
+    number_types: dict
     depth: object
     tile: Tile
 
 
-def _add_tile(builder, sides, rows, panels):
+def _add_tile(builder, operands, rows, panels):
     """Emit code for some rows of a product and the outputs of some panels.
 
     Each panel is read once, in order, each number is widened once, and every sum stays in a register. A sum's terms are
     added in the order of inputs. So a sum does not depend on other rows or other panels.
     """
-    weights, x = sides.kinds["weights"], sides.kinds["x"]
+    weights, x = operands.number_types["weights"], operands.number_types["x"]
     widens = weights == types.uint32 and x == types.float32
     kind = FLOAT if x == types.float32 else INT  # of x: a pair of bfloat16s is as wide as a float
-    row_numbers = [builder.add(sides.tile.row, LONG(row)) for row in range(rows)]
-    lines = [row_of(builder, sides.x, number) for number in row_numbers]
-    size = builder.mul(sides.depth, LONG(LANES))
-    first = builder.mul(builder.sdiv(sides.tile.panel, LONG(LANES)), size)
-    offsets = [builder.add(first, builder.mul(size, LONG(panel))) for panel in range(panels)]
-    starts = [builder.gep(sides.weights.data, [offset]) for offset in offsets]
-    ahead = distances_ahead(builder, size, panels, sides.tile.turn, sides.tile.turns)
+    row_numbers = [builder.add(operands.tile.row, LONG(row)) for row in range(rows)]
+    lines = [row_of(builder, operands.x, number) for number in row_numbers]
+    panel_size = builder.mul(operands.depth, LONG(LANES))
+    first_offset = builder.mul(builder.sdiv(operands.tile.panel, LONG(LANES)), panel_size)
+    offsets = [builder.add(first_offset, builder.mul(panel_size, LONG(panel))) for panel in range(panels)]
+    starts = [builder.gep(operands.weights.data, [offset]) for offset in offsets]
+    ahead = distances_ahead(builder, panel_size, panels, operands.tile.turn, operands.tile.turns)
 
     def multiply(k, sums):
         at = builder.mul(k, LONG(LANES))
         for start, distance in zip(starts, ahead, strict=True):
-            ask_for(builder, builder.gep(start, [builder.add(at, distance)]))
-        vectors = [loaded(builder, start, at, weights) for start in starts]
-        steps = zip(*(both_of(builder, pairs) for pairs in vectors), strict=True) if widens else [vectors]
+            prefetch_line(builder, builder.gep(start, [builder.add(at, distance)]))
+        vectors = [load_floats(builder, start, at, weights) for start in starts]
+        steps = zip(*(split_pairs(builder, pairs) for pairs in vectors), strict=True) if widens else [vectors]
         for step, of_panels in enumerate(steps):
             input_ = builder.add(builder.mul(k, LONG(2)), LONG(step)) if widens else k
-            factors = [splat(builder, builder.load(place_in(builder, line, input_, kind), align=4)) for line in lines]
+            factors = [splat(builder, builder.load(address_at(builder, line, input_, kind), align=4)) for line in lines]
             terms = [(vector, factor) for factor in factors for vector in of_panels]
-            sums = [added(builder, total, *term) for total, term in zip(sums, terms, strict=True)]
+            sums = [add_product(builder, total, *term) for total, term in zip(sums, terms, strict=True)]
         return sums
 
-    sums = loop(builder, sides.depth, [ZEROS] * (rows * panels), multiply)
-    columns = [builder.add(sides.tile.panel, LONG(panel * LANES)) for panel in range(panels)]
-    scaled = [sides.outputs.scaled(builder, column) for column in columns]
+    sums = loop(builder, operands.depth, [ZEROS] * (rows * panels), multiply)
+    columns = [builder.add(operands.tile.panel, LONG(panel * LANES)) for panel in range(panels)]
+    scaled = [operands.outputs.scaled(builder, column) for column in columns]
     for index, total in enumerate(sums):
         row, panel = divmod(index, panels)
-        sides.outputs.put(builder, total, scaled[panel], row_numbers[row], columns[panel])
+        operands.outputs.put(builder, total, scaled[panel], row_numbers[row], columns[panel])
 
 
 @intrinsic
-def _multiply_tile(context, linear, x, out, depth, tile, halves):
+def _multiply_tile(context, linear, x, out, depth, tile, in_bf16):
     """One of `_TILES`; see `by_vectors`."""
 
     def make(context, builder, signature, arguments):
         weights = cgutils.unpack_tuple(builder, arguments[0])[0]
         of_weights, of_x = arrays_of(context, builder, (linear.types[0], x), (weights, arguments[1]))
         outputs = Outputs.of(context, builder, (linear, out), (arguments[0], arguments[2]), arguments[5])
-        kinds = {"weights": linear.types[0].dtype, "x": x.dtype}
+        number_types = {"weights": linear.types[0].dtype, "x": x.dtype}
         depth, tile = arguments[3], Tile(*cgutils.unpack_tuple(builder, arguments[4]))
         tiles = {rows * (_MOST + 1) + panels: (rows, panels) for rows, panels in _TILES}
         number = builder.add(builder.mul(tile.rows, LONG(_MOST + 1)), tile.panels)
-        sides = _Sides(of_weights, of_x, outputs, kinds, depth, tile)
-        switch_between(builder, tiles, number, lambda case: _add_tile(builder, sides, *tiles[case]))
+        operands = _Operands(of_weights, of_x, outputs, number_types, depth, tile)
+        switch_between(builder, tiles, number, lambda case: _add_tile(builder, operands, *tiles[case]))
         return context.get_dummy_value()
 
     return types.void(linear, x, out, depth, tile, types.boolean), make
 
 
 @kernel
-def by_vectors(linear, x, rows, first, last, halves, out):
+def by_vectors(linear, x, rows, begin, end, in_bf16, out):
     """`products.product` for weights other than uint64."""
     depth, turns = linear.inputs // weights_in(linear.weights), -(-rows // TILE)
     panels = _panels_of(-(-rows // turns))
-    if last - first < panels * PANEL:  # very few outputs: use the smallest tile
+    if end - begin < panels * PANEL:  # very few outputs: use the smallest tile
         turns, panels = rows, 1
-    for group in range(first, last, panels * PANEL):
-        panel = min(group, last - panels * PANEL)  # the last panels may be computed twice
+    for panel_begin in range(begin, end, panels * PANEL):
+        panel = min(panel_begin, end - panels * PANEL)  # the last panels may be computed twice
         row = 0
         for turn in range(turns):
             count = (rows - row + turns - turn - 1) // (turns - turn)  # nearly as many in each turn
-            _multiply_tile(linear, x, out, depth, Tile(row, count, panel, panels, turn, turns), halves)
+            _multiply_tile(linear, x, out, depth, Tile(row, count, panel, panels, turn, turns), in_bf16)
             row += count

@@ -65,25 +65,25 @@ def _fill_panels(kind_number, code_kind, header, raw, panels, codes, turned, sca
     [16, inputs]; turned uint32 [2, inputs / 8 · 16], the first and the second four of every eight codes of each output;
     scales and minima uint8 [groups].
     """
-    fours, inputs = codes.view(np.uint32), code_kind.group_size * code_kind.groups
+    fours, inputs = codes.view(np.uint32), code_kind.group_size * code_kind.block_groups
     count = code_kind.group_size // 8 * PANEL  # numbers of each half of `turned` for a group
     for panel in range(panels.shape[0]):
         for block in range(raw.shape[1]):
             out = panels[panel, block]
             out[:] = 0
             for lane in range(PANEL):
-                stored = raw[panel * PANEL + lane, block]
-                scale_at, minimum_at = unpack(kind_number, stored, codes[lane], scales, minima)
-                out[2 * lane], out[2 * lane + 1] = stored[scale_at], stored[scale_at + 1]
+                stored_block = raw[panel * PANEL + lane, block]
+                scale_at, minimum_at = unpack(kind_number, stored_block, codes[lane], scales, minima)
+                out[2 * lane], out[2 * lane + 1] = stored_block[scale_at], stored_block[scale_at + 1]
                 after_factors = 2 * PANEL
                 if minimum_at >= 0:  # −1: the kind has no minima
                     begin, after_factors = 2 * PANEL + 2 * lane, 4 * PANEL
-                    out[begin], out[begin + 1] = stored[minimum_at], stored[minimum_at + 1]
-                if code_kind.groups > 1:
-                    for group in range(code_kind.groups):
+                    out[begin], out[begin + 1] = stored_block[minimum_at], stored_block[minimum_at + 1]
+                if code_kind.block_groups > 1:
+                    for group in range(code_kind.block_groups):
                         out[after_factors + group * PANEL + lane] = scales[group]
                         if minimum_at >= 0:
-                            out[after_factors + (code_kind.groups + group) * PANEL + lane] = minima[group]
+                            out[after_factors + (code_kind.block_groups + group) * PANEL + lane] = minima[group]
                 for eight in range(inputs // 8):
                     turned[0, eight * PANEL + lane] = fours[lane, 2 * eight]
                     turned[1, eight * PANEL + lane] = fours[lane, 2 * eight + 1]
@@ -91,7 +91,7 @@ def _fill_panels(kind_number, code_kind, header, raw, panels, codes, turned, sca
             if code_kind.bits == 4:  # without upper bits the lines of all groups are one range
                 _pack_lines(turned[0], turned[1], 0, 4, 0, lines)
                 continue
-            for group in range(code_kind.groups):
+            for group in range(code_kind.block_groups):
                 first_fours, second_fours = turned[0, group * count :], turned[1, group * count :]
                 _pack_group(code_kind, first_fours, second_fours, lines[group * count * code_kind.bits // 4 :])
 
@@ -118,12 +118,12 @@ def code_panels(name: str, raw: Tensor) -> Tensor:
     code_kind, kind_number, block = CODE_KINDS[name], KIND_NUMBERS[name], PanelBlock(CODE_KINDS[name])
     blocks = raw.view(len(raw), -1, code_kind.block_bytes)
     panels = in_large_pages(torch.empty(len(raw) // PANEL, blocks.shape[1], block.size, dtype=torch.uint8))
-    stored, out = blocks.numpy(), panels.numpy()
+    stored_blocks, out = blocks.numpy(), panels.numpy()
 
     def fill(begin: int, end: int) -> None:
         codes, turned = np.empty((PANEL, LONGEST), np.uint8), np.empty((2, LONGEST // 8 * PANEL), np.uint32)
         scales, minima = np.empty((2, MOST_GROUPS), np.uint8)
-        rows = stored[begin * PANEL : end * PANEL]
+        rows = stored_blocks[begin * PANEL : end * PANEL]
         _fill_panels(kind_number, code_kind, block.header, rows, out[begin:end], codes, turned, scales, minima)
 
     in_threads(fill, len(panels), PANEL * blocks.shape[1] * code_kind.inputs)

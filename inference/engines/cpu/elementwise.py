@@ -14,37 +14,37 @@ from outrider.inference.engines.cpu.vectors import (
     LONG,
     PARTS,
     ZEROS,
-    added,
+    add_product,
     arrays_of,
     exponential,
-    loaded,
+    load_floats,
     loop,
     rounded,
     row_of,
     splat,
     splat_float,
-    stored,
+    store_floats,
     sums_of_lanes,
 )
 
 
-def put_read(builder, values, array, kind, row, at, halves):
+def put_read(builder, values, array, array_type, row, at, in_bf16):
     """Store floats into a two-dimensional array that products read, from column `at` of a row on.
 
-    If it holds bfloat16s and numbers are not `halves`, each is stored as a sum of three, in the thirds of the rows.
+    If it holds bfloat16s and numbers are not `in_bf16`, each is stored as a sum of three, in the thirds of the rows.
     """
-    if kind.dtype != types.uint16:
-        stored(builder, values, row_of(builder, array, row), at, kind.dtype, halves)
+    if array_type.dtype != types.uint16:
+        store_floats(builder, values, row_of(builder, array, row), at, array_type.dtype, in_bf16)
         return
     third = builder.sdiv(cgutils.unpack_tuple(builder, array.shape, 2)[0], LONG(PARTS))
     always = ir.Constant(ir.IntType(1), 1)
-    stored(builder, values, row_of(builder, array, row), at, kind.dtype, always)
-    with builder.if_then(builder.not_(halves)):
+    store_floats(builder, values, row_of(builder, array, row), at, array_type.dtype, always)
+    with builder.if_then(builder.not_(in_bf16)):
         remainder = values
         for number in range(1, PARTS):
             remainder = builder.fsub(remainder, rounded(builder, remainder, always))
             line = row_of(builder, array, builder.add(row, builder.mul(third, LONG(number))))
-            stored(builder, remainder, line, at, kind.dtype, always)
+            store_floats(builder, remainder, line, at, array_type.dtype, always)
 
 
 def _only(builder, vector):
@@ -52,18 +52,18 @@ def _only(builder, vector):
 
 
 @intrinsic
-def norm_row(context, x, line, row, weight, eps, halves, out):
+def norm_row(context, x, line, row, weight, eps, in_bf16, out):
     """out[row] = weight · round(x[line] / rms(x[line])). x float32 [R, d], weight [d], out as in `put_read`."""
 
     def make(context, builder, signature, arguments):
-        arrays, row, eps, halves = (arguments[0], arguments[3], arguments[6]), arguments[2], arguments[4], arguments[5]
+        arrays, row, eps, in_bf16 = (arguments[0], arguments[3], arguments[6]), arguments[2], arguments[4], arguments[5]
         of_x, of_weight, of_out = arrays_of(context, builder, (x, weight, out), arrays)
         line = row_of(builder, of_x, arguments[1])
         count = builder.sdiv(cgutils.unpack_tuple(builder, of_weight.shape, 1)[0], LONG(LANES))
 
         def square(block, sums):
-            values = loaded(builder, line, builder.mul(block, LONG(LANES)), types.float32)
-            return [added(builder, sums[0], values, values)]
+            values = load_floats(builder, line, builder.mul(block, LONG(LANES)), types.float32)
+            return [add_product(builder, sums[0], values, values)]
 
         total = _only(builder, loop(builder, count, [ZEROS], square)[0])
         size = builder.sitofp(builder.mul(count, LONG(LANES)), FLOAT)
@@ -73,9 +73,9 @@ def norm_row(context, x, line, row, weight, eps, halves, out):
 
         def put(block, nothing):
             at = builder.mul(block, LONG(LANES))
-            values = rounded(builder, builder.fmul(loaded(builder, line, at, types.float32), scale), halves)
-            values = builder.fmul(values, loaded(builder, of_weight.data, at, types.float32))
-            put_read(builder, values, of_out, out, row, at, halves)
+            values = rounded(builder, builder.fmul(load_floats(builder, line, at, types.float32), scale), in_bf16)
+            values = builder.fmul(values, load_floats(builder, of_weight.data, at, types.float32))
+            put_read(builder, values, of_out, out, row, at, in_bf16)
             return nothing
 
         loop(builder, count, [], put)
@@ -85,20 +85,20 @@ def norm_row(context, x, line, row, weight, eps, halves, out):
 
 
 @intrinsic
-def gate_row(context, joined, row, inner, begin, end, halves, out):
+def gate_row(context, joined, row, inner, begin, end, in_bf16, out):
     """out[row, i] = round(silu(joined[row, i])) · joined[row, inner + i], begin ≤ i < end, multiples of `LANES`."""
 
     def make(context, builder, signature, arguments):
         of_joined, of_out = arrays_of(context, builder, (joined, out), (arguments[0], arguments[6]))
-        row, inner, begin, end, halves = arguments[1:6]
+        row, inner, begin, end, in_bf16 = arguments[1:6]
         line = row_of(builder, of_joined, row)
 
         def put(block, nothing):
             at = builder.add(begin, builder.mul(block, LONG(LANES)))
-            gate, up = (loaded(builder, line, offset, types.float32) for offset in (at, builder.add(at, inner)))
+            gate, up = (load_floats(builder, line, offset, types.float32) for offset in (at, builder.add(at, inner)))
             below = builder.fadd(splat_float(1.0), exponential(builder, builder.fneg(gate)))
-            active = rounded(builder, builder.fdiv(gate, below), halves)
-            put_read(builder, builder.fmul(active, up), of_out, out, row, at, halves)
+            active = rounded(builder, builder.fdiv(gate, below), in_bf16)
+            put_read(builder, builder.fmul(active, up), of_out, out, row, at, in_bf16)
             return nothing
 
         loop(builder, builder.sdiv(builder.sub(end, begin), LONG(LANES)), [], put)
@@ -108,17 +108,17 @@ def gate_row(context, joined, row, inner, begin, end, halves, out):
 
 
 @intrinsic
-def add_row(context, sums, addends, row, begin, end, halves):
-    """sums[row, i] += addends[row, i], rounded if `halves`, begin ≤ i < end, both multiples of `LANES`."""
+def add_row(context, sums, addends, row, begin, end, in_bf16):
+    """sums[row, i] += addends[row, i], rounded if `in_bf16`, begin ≤ i < end, both multiples of `LANES`."""
 
     def make(context, builder, signature, arguments):
-        arrays, (row, begin, end, halves) = arguments[:2], arguments[2:]
+        arrays, (row, begin, end, in_bf16) = arguments[:2], arguments[2:]
         lines = [row_of(builder, array, row) for array in arrays_of(context, builder, (sums, addends), arrays)]
 
         def put(block, nothing):
             at = builder.add(begin, builder.mul(block, LONG(LANES)))
-            total = builder.fadd(*(loaded(builder, line, at, types.float32) for line in lines))
-            stored(builder, total, lines[0], at, types.float32, halves)
+            total = builder.fadd(*(load_floats(builder, line, at, types.float32) for line in lines))
+            store_floats(builder, total, lines[0], at, types.float32, in_bf16)
             return nothing
 
         loop(builder, builder.sdiv(builder.sub(end, begin), LONG(LANES)), [], put)
@@ -140,10 +140,10 @@ def softmax_row(context, scores, row, size):
             return builder.mul(block, LONG(LANES))
 
         def put(values, block):
-            stored(builder, values, line, at_of(block), types.float32, ir.Constant(ir.IntType(1), 0))
+            store_floats(builder, values, line, at_of(block), types.float32, ir.Constant(ir.IntType(1), 0))
 
         def peak_of(block, peaks):
-            values = loaded(builder, line, at_of(block), types.float32)
+            values = load_floats(builder, line, at_of(block), types.float32)
             return [builder.select(builder.fcmp_ordered(">", values, peaks[0]), values, peaks[0])]
 
         lowest = ir.Constant(FLOATS, [-float("inf")] * LANES)
@@ -154,7 +154,7 @@ def softmax_row(context, scores, row, size):
         peak = splat(builder, builder.call(largest, [peaks]))
 
         def grow(block, sums):
-            values = exponential(builder, builder.fsub(loaded(builder, line, at_of(block), types.float32), peak))
+            values = exponential(builder, builder.fsub(load_floats(builder, line, at_of(block), types.float32), peak))
             put(values, block)
             return [builder.fadd(sums[0], values)]
 
@@ -162,7 +162,7 @@ def softmax_row(context, scores, row, size):
         share = splat(builder, builder.fdiv(FLOAT(1.0), total))
 
         def weigh(block, nothing):
-            put(builder.fmul(loaded(builder, line, at_of(block), types.float32), share), block)
+            put(builder.fmul(load_floats(builder, line, at_of(block), types.float32), share), block)
             return nothing
 
         loop(builder, vectors, [], weigh)
@@ -172,18 +172,18 @@ def softmax_row(context, scores, row, size):
 
 
 @intrinsic
-def put_columns(context, values, line, begin, out, row, column, count, halves):
+def put_columns(context, values, line, begin, out, row, column, count, in_bf16):
     """out[row, column + i] = values[line, begin + i], i < count, a multiple of `LANES`; out as in `put_read`."""
 
     def make(context, builder, signature, arguments):
         of_values, of_out = arrays_of(context, builder, (values, out), (arguments[0], arguments[3]))
-        begin, (row, column, count, halves) = arguments[2], arguments[4:]
+        begin, (row, column, count, in_bf16) = arguments[2], arguments[4:]
         line = row_of(builder, of_values, arguments[1])
 
         def put(block, nothing):
             at = builder.mul(block, LONG(LANES))
-            numbers = loaded(builder, line, builder.add(begin, at), types.float32)
-            put_read(builder, numbers, of_out, out, row, builder.add(column, at), halves)
+            numbers = load_floats(builder, line, builder.add(begin, at), types.float32)
+            put_read(builder, numbers, of_out, out, row, builder.add(column, at), in_bf16)
             return nothing
 
         loop(builder, builder.sdiv(count, LONG(LANES)), [], put)

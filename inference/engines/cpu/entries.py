@@ -33,7 +33,7 @@ from outrider.inference.engines.cpu.passes import (
 )
 from outrider.inference.engines.cpu.vectors import LANES, PARTS, Linear
 
-Numbers = type  # a numpy type that compiled code supports
+NumberType = type  # a numpy type that compiled code supports
 # numba caches compiled functions on disk by their own file and their closures. These close over all files here.
 _SOURCES = zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
 _inlined = njit(inline="always")  # a function that returns an array it makes cannot be a `kernel`
@@ -45,8 +45,8 @@ def _call(context, address):
     """The return value of the C function int f(void) at an address."""
 
     def make(context, builder, signature, arguments):
-        kind = ir.FunctionType(ir.IntType(32), []).as_pointer()
-        return builder.sext(builder.call(builder.inttoptr(arguments[0], kind), []), ir.IntType(64))
+        function_type = ir.FunctionType(ir.IntType(32), []).as_pointer()
+        return builder.sext(builder.call(builder.inttoptr(arguments[0], function_type), []), ir.IntType(64))
 
     return types.int64(types.int64), make
 
@@ -57,12 +57,12 @@ THREAD, THREADS, ARRIVED, WEIGHTS, SCALES, BIASES, WORK, ROWS, INPUTS, OUTPUTS, 
 NORMS, HEAD_NORMS, EPS, LAYERS, HEADS, KEY_HEADS, WIDTH, INNER, COS, SIN, TEXTS = range(12, 23)
 COUNT, POSITIONS, PAST, START, STOP, MOST, VALUES = range(23, 30)
 TABLE = 30
-_WEIGHTS_IN: dict[Numbers, int] = {np.uint32: 2, np.uint64: 4, np.int64: 0}  # see `weights_in`
+_WEIGHTS_IN: dict[NumberType, int] = {np.uint32: 2, np.uint64: 4, np.int64: 0}  # see `weights_in`
 
 
-def parts_of(stored: Numbers, dtype: Numbers) -> int:
+def parts_of(weight_type: NumberType, dtype: NumberType) -> int:
     """The number of bfloat16s whose sum is an operand of products: more than one if AMX multiplies float32s."""
-    return PARTS if stored is np.uint64 and dtype is np.float32 else 1
+    return PARTS if weight_type is np.uint64 and dtype is np.float32 else 1
 
 
 @_inlined
@@ -80,8 +80,8 @@ def _team(table):
 
 
 @_inlined
-def _floats(address, first, second):
-    return carray(array_at(address, np.float32), (first, second))
+def _floats(address, rows, columns):
+    return carray(array_at(address, np.float32), (rows, columns))
 
 
 @kernel
@@ -101,25 +101,25 @@ def workspace_sizes(shape, rows, threads, positions, parts):
 
 
 @_inlined
-def _workspace_of(table, shape, read, parts):
-    """The workspace of a table; see `workspace_sizes`. read: the type of operands of products."""
-    at, rows, most, positions = table[WORK], table[ROWS], table[MOST], table[POSITIONS]
-    sizes = workspace_sizes(shape, rows, most, positions, parts)
+def _workspace_of(table, shape, x_type, parts):
+    """The workspace of a table; see `workspace_sizes`. x_type: the type of operands of products."""
+    at, rows, max_threads, positions = table[WORK], table[ROWS], table[MOST], table[POSITIONS]
+    sizes = workspace_sizes(shape, rows, max_threads, positions, parts)
     heads = _floats(at, rows, sizes[0] // rows)
     at += 4 * sizes[0]
-    mixed = carray(array_at(at, read), (parts * rows, shape.heads * shape.width))
+    mixed = carray(array_at(at, x_type), (parts * rows, shape.heads * shape.width))
     at += 4 * sizes[1]
     joined = _floats(at, rows, sizes[2] // rows)
     at += 4 * sizes[2]
-    inner = carray(array_at(at, read), (parts * rows, shape.inner))
+    inner = carray(array_at(at, x_type), (parts * rows, shape.inner))
     at += 4 * sizes[3]
-    normed = carray(array_at(at, read), (most, parts * rows, shape.hidden))
+    normed = carray(array_at(at, x_type), (max_threads, parts * rows, shape.hidden))
     at += 4 * sizes[4]
     scores = _floats(at, rows * shape.heads, -(-positions // STEP) * STEP)
     at += 4 * sizes[5]
     sums = _floats(at, rows, shape.heads * shape.width)
     at += 4 * sizes[6]
-    near = carray(array_at(at, np.float32), (most, NEAR, shape.width))
+    near = carray(array_at(at, np.float32), (max_threads, NEAR, shape.width))
     at += 4 * sizes[7]
     hidden = _floats(at, rows, shape.hidden)
     rank, threads = _team(table)
@@ -128,32 +128,32 @@ def _workspace_of(table, shape, read, parts):
 
 
 @_inlined
-def _linear_at(table, stored, in_number):
-    """The layer of a table. stored: the type of its weights; in_number: see `_WEIGHTS_IN`."""
+def _linear_at(table, weight_type, in_number):
+    """The layer of a table. weight_type: the type of its weights; in_number: see `_WEIGHTS_IN`."""
     inputs, outputs = table[INPUTS], table[OUTPUTS]
-    weights = carray(array_at(table[WEIGHTS], stored), stored_numbers(outputs, inputs, in_number))
+    weights = carray(array_at(table[WEIGHTS], weight_type), stored_numbers(outputs, inputs, in_number))
     return Linear(weights, inputs, _floats(table[SCALES], 1, outputs)[0], _floats(table[BIASES], 1, outputs)[0])
 
 
-def product_entry(stored: Numbers, read: Numbers, dtype: Numbers, sources: int = _SOURCES) -> CFunc:
+def product_entry(weight_type: NumberType, x_type: NumberType, dtype: NumberType, sources: int = _SOURCES) -> CFunc:
     """`product` over a whole layer as a C function void f(int64 *table).
 
-    stored, read, dtype: the types of weights, operands and outputs.
+    weight_type, x_type, dtype: the types of weights, operands and outputs.
     """
-    in_number, parts = _WEIGHTS_IN.get(stored, 1), parts_of(stored, dtype)
+    in_number, parts = _WEIGHTS_IN.get(weight_type, 1), parts_of(weight_type, dtype)
 
     @_entry
     def entry(address):
         table = _table(address, sources)
         rows, inputs, outputs = table[ROWS], table[INPUTS], table[OUTPUTS]
-        first, last = part(outputs, *_team(table))
-        x, out = carray(array_at(table[X], read), (parts * rows, inputs)), array_at(table[OUT], dtype)
-        product(_linear_at(table, stored, in_number), x, rows, first, last, False, carray(out, (rows, outputs)))
+        begin, end = part(outputs, *_team(table))
+        x, out = carray(array_at(table[X], x_type), (parts * rows, inputs)), array_at(table[OUT], dtype)
+        product(_linear_at(table, weight_type, in_number), x, rows, begin, end, False, carray(out, (rows, outputs)))
 
     return entry
 
 
-def codes_entry(kind: int, read: Numbers, results: Numbers, sources: int = _SOURCES) -> CFunc:
+def codes_entry(kind_number: int, x_type: NumberType, out_type: NumberType, sources: int = _SOURCES) -> CFunc:
     """The function of `by_codes` for the kind of codes with this number, void f(int64 *table) with that module's table.
 
     It is compiled by itself, as all that multiply by codes share it.
@@ -168,20 +168,20 @@ def codes_entry(kind: int, read: Numbers, results: Numbers, sources: int = _SOUR
             carray(array_at(table[codes.PANELS], np.int64), 2 * last), inputs,
             _floats(table[codes.SCALES], 1, outputs)[0], _floats(table[codes.BIASES], 1, outputs)[0],
         )  # fmt: skip
-        x = carray(array_at(table[codes.X], read), (end, table[codes.X_APART]))
+        x = carray(array_at(table[codes.X], x_type), (end, table[codes.X_APART]))
         sums = _floats(table[codes.SUMS], end, inputs // codes.SUMMED)
         out = _floats(table[codes.OUT], end, table[codes.OUT_APART])
-        outs = (out, carray(array_at(table[codes.OUT], results), out.shape))
+        outs = (out, carray(array_at(table[codes.OUT], out_type), out.shape))
         tile_rows, panels = codes.tile_sizes(count)
         for panel in range(first, last, panels):
             for row in range(begin, end, tile_rows):
                 tile = (table[codes.OUTPUT_FORM], row, min(tile_rows, end - row), panel, min(last, panel + panels) - 1)
-                codes.multiply_tile(kind, linear, x, sums, outs, tile)
+                codes.multiply_tile(kind_number, linear, x, sums, outs, tile)
 
     return entry
 
 
-def maxima_entry(dtype: Numbers, sources: int = _SOURCES) -> CFunc:
+def maxima_entry(dtype: NumberType, sources: int = _SOURCES) -> CFunc:
     """`first_largest` of rows as a C function void f(int64 *table), for numbers of this type.
 
     It writes columns, int64, to OUT, and the numbers there to VALUES, if given. Without VALUES a column is −1 if its
@@ -191,8 +191,8 @@ def maxima_entry(dtype: Numbers, sources: int = _SOURCES) -> CFunc:
     @_entry
     def entry(address):
         table = _table(address, sources)
-        rows, size = table[ROWS], table[INPUTS]
-        numbers = carray(array_at(table[X], dtype), (rows, size))
+        rows, columns_of_row = table[ROWS], table[INPUTS]
+        numbers = carray(array_at(table[X], dtype), (rows, columns_of_row))
         columns, values = carray(array_at(table[OUT], np.int64), rows), carray(array_at(table[VALUES], dtype), rows)
         has_values = table[VALUES] != 0
         best = carray(array_at(table[WORK], np.float32), LANES)
@@ -207,7 +207,7 @@ def maxima_entry(dtype: Numbers, sources: int = _SOURCES) -> CFunc:
     return entry
 
 
-def children_entry(dtype: Numbers, sources: int = _SOURCES) -> CFunc:
+def children_entry(dtype: NumberType, sources: int = _SOURCES) -> CFunc:
     """`likeliest_children` as a C function void f(int64 *table), for logits of this type.
 
     WEIGHTS: of rows; EPS: the sharpness; OUTPUTS: results. Values float32 to VALUES, rows, then columns int64 to OUT.
@@ -216,25 +216,25 @@ def children_entry(dtype: Numbers, sources: int = _SOURCES) -> CFunc:
     @_entry
     def entry(address):
         table = _table(address, sources)
-        rows, size, count = table[ROWS], table[INPUTS], table[OUTPUTS]
+        rows, vocabulary, count = table[ROWS], table[INPUTS], table[OUTPUTS]
         indices = carray(array_at(table[OUT], np.int64), (2, count))
         likeliest_children(
-            carray(array_at(table[X], dtype), (rows, size)), _floats(table[WEIGHTS], 1, rows)[0],
-            _floats(table[EPS], 1, 1)[0, 0], _floats(table[WORK], 1, size // LANES)[0],
+            carray(array_at(table[X], dtype), (rows, vocabulary)), _floats(table[WEIGHTS], 1, rows)[0],
+            _floats(table[EPS], 1, 1)[0, 0], _floats(table[WORK], 1, vocabulary // LANES)[0],
             _floats(table[VALUES], 1, count)[0], indices[0], indices[1],
         )  # fmt: skip
 
     return entry
 
 
-def head_entry(stored: Numbers, read: Numbers, dtype: Numbers, sources: int = _SOURCES) -> CFunc:
+def head_entry(weight_type: NumberType, x_type: NumberType, dtype: NumberType, sources: int = _SOURCES) -> CFunc:
     """`product` over a whole layer of a norm's output, as a C function void f(int64 *table).
 
-    stored, read, dtype: as in `product_entry`; the norm's input and its weight NORMS are also of type `dtype`.
+    weight_type, x_type, dtype: as in `product_entry`; the norm's input and its weight NORMS are also of type `dtype`.
     WORK, float32: epsilon, which is given; then, for each thread, [2 · INPUTS] for the weight and a row, followed by
     the operand of products, `parts` · ROWS · INPUTS.
     """
-    in_number, parts, halves = _WEIGHTS_IN.get(stored, 1), parts_of(stored, dtype), dtype is np.uint16
+    in_number, parts, in_bf16 = _WEIGHTS_IN.get(weight_type, 1), parts_of(weight_type, dtype), dtype is np.uint16
 
     @_entry
     def entry(address):
@@ -244,27 +244,27 @@ def head_entry(stored: Numbers, read: Numbers, dtype: Numbers, sources: int = _S
         x, weight = carray(array_at(table[X], dtype), (rows, inputs)), carray(array_at(table[NORMS], dtype), inputs)
         work_at = table[WORK] + 4 * (1 + rank * (2 + parts * rows) * inputs)
         eps, work = _floats(table[WORK], 1, 1)[0, 0], _floats(work_at, 2, inputs)
-        normed = carray(array_at(work_at + 8 * inputs, read), (parts * rows, inputs))
+        normed = carray(array_at(work_at + 8 * inputs, x_type), (parts * rows, inputs))
         for i in range(inputs):
             work[0, i] = wide(weight[i])
         for row in range(rows):
             for i in range(inputs):
                 work[1, i] = wide(x[row, i])
-            norm_row(work, 1, row, work[0], eps, halves, normed)
-        linear = _linear_at(table, stored, in_number)
-        first, last = part(outputs, rank, threads)
-        product(linear, normed, rows, first, last, False, carray(array_at(table[OUT], dtype), (rows, outputs)))
+            norm_row(work, 1, row, work[0], eps, in_bf16, normed)
+        linear = _linear_at(table, weight_type, in_number)
+        begin, end = part(outputs, rank, threads)
+        product(linear, normed, rows, begin, end, False, carray(array_at(table[OUT], dtype), (rows, outputs)))
 
     return entry
 
 
-def mask_entry(dtype: Numbers, sources: int = _SOURCES) -> CFunc:
+def mask_entry(dtype: NumberType, sources: int = _SOURCES) -> CFunc:
     """A C function void f(int64 *table) that writes an additive mask [ROWS, PAST + OUTPUTS] of this type to OUT.
 
     Row i sees the first PAST columns, and later column PAST + j if bit j of X[i], int64, is set.
     """
     nothing = dtype(0)
-    least = dtype(0xFF7F) if dtype is np.uint16 else np.finfo(np.float32).min  # of bfloat16
+    lowest = dtype(0xFF7F) if dtype is np.uint16 else np.finfo(np.float32).min  # of bfloat16
 
     @_entry
     def entry(address):
@@ -277,18 +277,18 @@ def mask_entry(dtype: Numbers, sources: int = _SOURCES) -> CFunc:
                 out[row, column] = nothing
             for column in range(columns):
                 hidden = (seen[row] >> column) & 1 == 0
-                out[row, past + column] = least if hidden else nothing
+                out[row, past + column] = lowest if hidden else nothing
 
     return entry
 
 
-def layers_entry(stored: Numbers, read: Numbers, dtype: Numbers, sources: int = _SOURCES) -> CFunc:
+def layers_entry(weight_type: NumberType, x_type: NumberType, dtype: NumberType, sources: int = _SOURCES) -> CFunc:
     """`run` as a C function void f(int64 *table).
 
-    stored, read, dtype: the types of weights, of operands, and of caches and hidden states. TEXTS: `run`'s texts, COUNT
+    weight_type, x_type, dtype: the types of weights, operands and caches, and of hidden states. TEXTS: its texts, COUNT
     in number. POSITIONS: the most positions that a row sees.
     """
-    in_number, parts, halves = _WEIGHTS_IN.get(stored, 1), parts_of(stored, dtype), dtype is np.uint16
+    in_number, parts, in_bf16 = _WEIGHTS_IN.get(weight_type, 1), parts_of(weight_type, dtype), dtype is np.uint16
 
     @_entry
     def entry(address):
@@ -297,16 +297,16 @@ def layers_entry(stored: Numbers, read: Numbers, dtype: Numbers, sources: int = 
         inner, count, rows = table[INNER], table[LAYERS], table[ROWS]
         shape, qkv = LayerShape(size, heads, key_heads, width, inner), (heads + 2 * key_heads) * width
         outputs = qkv + 2 * size + 2 * inner
-        numbers = stored_numbers(qkv, size, in_number) + stored_numbers(size, heads * width, in_number)
-        numbers += stored_numbers(2 * inner, size, in_number) + stored_numbers(size, inner, in_number)
+        layer_numbers = stored_numbers(qkv, size, in_number) + stored_numbers(size, heads * width, in_number)
+        layer_numbers += stored_numbers(2 * inner, size, in_number) + stored_numbers(size, inner, in_number)
         layers = Layers(
-            carray(array_at(table[WEIGHTS], stored), (count, numbers)),
+            carray(array_at(table[WEIGHTS], weight_type), (count, layer_numbers)),
             _floats(table[SCALES], count, outputs),
             _floats(table[BIASES], count, outputs),
             carray(array_at(table[NORMS], np.float32), (count, 2, size)),
             carray(array_at(table[HEAD_NORMS], np.float32), (count, heads + key_heads, width)),
         )
-        work = _workspace_of(table, shape, read, parts)
+        work = _workspace_of(table, shape, x_type, parts)
         cos, sin = array_at(table[COS], dtype), array_at(table[SIN], dtype)
         texts = carray(array_at(table[TEXTS], np.int64), (table[COUNT], 7))
         pass_rows = PassRows(carray(cos, (rows, width)), carray(sin, (rows, width)), texts)
@@ -319,6 +319,6 @@ def layers_entry(stored: Numbers, read: Numbers, dtype: Numbers, sources: int = 
         begin, end = part(size, work.rank, work.threads)
         for row in range(rows):
             for i in range(begin, end):
-                put(out[row], i, work.hidden[row, i], halves)
+                put(out[row], i, work.hidden[row, i], in_bf16)
 
     return entry

@@ -27,7 +27,7 @@ from outrider.inference.engines.cpu import entries
 from outrider.inference.engines.cpu.by_amx import STEP, has_amx
 from outrider.inference.engines.cpu.by_vectors import DOTS, TILE
 from outrider.inference.engines.cpu.code_panels import code_table
-from outrider.inference.engines.cpu.entries import Numbers
+from outrider.inference.engines.cpu.entries import NumberType
 from outrider.inference.engines.cpu.recorded import settle
 from outrider.inference.engines.cpu.vectors import PANEL
 
@@ -90,8 +90,8 @@ def _alone(function: int) -> "ctypes._CFunctionType":
 
 
 SHARE = 2**15  # least bytes of weights per thread for which several threads pay
-Make = Callable[..., CFunc]  # one of `entries`, for some `Numbers`
-STORED: dict[torch.dtype, Numbers] = {
+Make = Callable[..., CFunc]  # one of `entries`, for some `NumberType`
+STORED: dict[torch.dtype, NumberType] = {
     torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16, torch.int8: np.int8,
     torch.int64: np.int64,
 }  # fmt: skip
@@ -103,7 +103,7 @@ Way = Literal["floats", "pairs", "amx", "codes"]
 class WeightLayout(NamedTuple):
     """The layout of weights, and the dtypes of computations with them."""
 
-    stored: torch.dtype  # of the weights
+    weight_dtype: torch.dtype  # of the weights
     together: int  # adjacent inputs of an output that are stored together: 2 for bfloat16s, else 1
     way: Way  # the multiply kernel: one weight, pairs of bfloat16s, by AMX, or by codes
     dtype: torch.dtype  # of activations and results
@@ -113,18 +113,18 @@ class WeightLayout(NamedTuple):
         """The layout for some layers of one type on this processor."""
         if isinstance(linears[0], CodedLinear):
             return cls(torch.int64, 1, "codes", dtype)
-        stored = fewest_bytes(linears)
-        if stored != torch.bfloat16 or any(linear.in_features % 2 for linear in linears):
-            return cls(stored, 1, "floats", dtype)
-        steps = all(linear.in_features % STEP == 0 for linear in linears)
-        able = [way for way in ways() if way != "amx" or steps]
+        weight_dtype = fewest_bytes(linears)
+        if weight_dtype != torch.bfloat16 or any(linear.in_features % 2 for linear in linears):
+            return cls(weight_dtype, 1, "floats", dtype)
+        in_steps = all(linear.in_features % STEP == 0 for linear in linears)
+        able = [way for way in ways() if way != "amx" or in_steps]
         if dtype != torch.bfloat16 and "pairs" in able:  # float32s would lose their lower digits
             able.remove("pairs")
-        question = f"bfloat16 weights in {_name(dtype)}" + ("" if steps else f" (inputs in no steps of {STEP})")
+        question = f"bfloat16 weights in {_name(dtype)}" + ("" if in_steps else f" (inputs in no steps of {STEP})")
         way = settle(  # AMX is by far the fastest
             question, able, lambda: "amx" if "amx" in able else min(able, key=lambda w: seconds_of_product(w, dtype))
         )
-        return cls(stored, 2, way, dtype)
+        return cls(weight_dtype, 2, way, dtype)
 
     @property
     def parts(self) -> int:
@@ -138,10 +138,10 @@ class WeightLayout(NamedTuple):
         return torch.float32 if floats else torch.bfloat16
 
     @property
-    def _numbers(self) -> Numbers:
+    def _numbers(self) -> NumberType:
         if self.way == "amx":
             return np.uint64
-        return np.uint32 if self.together == 2 else STORED[self.stored]
+        return np.uint32 if self.together == 2 else STORED[self.weight_dtype]
 
     def entry(self, make: Make) -> int:
         """The address of one of `entries` for this layout."""
@@ -151,7 +151,7 @@ class WeightLayout(NamedTuple):
         """A layer's weights in this layout; of codes the table of their panels."""
         if isinstance(linear, CodedLinear):
             return code_table(linear.parts, lambda kind: _address(entries.codes_entry, kind, self.read, self.dtype))
-        weight = linear.codes if isinstance(linear, Int8Linear) else linear.weight.detach().to(self.stored)
+        weight = linear.codes if isinstance(linear, Int8Linear) else linear.weight.detach().to(self.weight_dtype)
         return in_panels(weight, self.together)
 
     def numbers(self, linear: Linear) -> int:
@@ -199,18 +199,18 @@ def out_of_panels(panels: Tensor, outputs: int, together: int) -> Tensor:
 
 
 @cache
-def _address(make: Make, stored: Numbers | int, read: torch.dtype, dtype: torch.dtype) -> int:
+def _address(make: Make, weights: NumberType | int, operand: torch.dtype, dtype: torch.dtype) -> int:
     with Stage(f"compiling {make.__name__}"):
-        address = make(stored, STORED[read], STORED[dtype]).address
+        address = make(weights, STORED[operand], STORED[dtype]).address
     assert address is not None
     return address
 
 
-def call(entry: int, table: list[int], size: int) -> None:
-    """Call an entry with a table, in all threads if reading `size` bytes of weights is worth it, else in one."""
+def call(entry: int, table: list[int], weight_bytes: int) -> None:
+    """Call an entry with a table, in all threads if reading `weight_bytes` of weights is worth it, else in one."""
     # Never in some of them: OpenMP would end the others and start them again for PyTorch's next operation.
     threads = most_threads()
-    if size < SHARE * threads:
+    if weight_bytes < SHARE * threads:
         threads = 1
     if threads > 1:
         table[entries.THREAD], table[entries.THREADS] = team().thread, team().threads

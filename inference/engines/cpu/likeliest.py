@@ -25,7 +25,7 @@ from outrider.inference.engines.cpu.vectors import (
     ZEROS,
     arrays_of,
     exponential,
-    loaded,
+    load_floats,
     loop,
     splat,
     sums_of_lanes,
@@ -45,14 +45,14 @@ def _maxima_of_lanes(context, row, best, block):
 
         def look(index, values):
             best, block, odd = values
-            numbers = loaded(builder, of_row.data, builder.mul(index, LONG(LANES)), row.dtype)
+            numbers = load_floats(builder, of_row.data, builder.mul(index, LONG(LANES)), row.dtype)
             larger = builder.fcmp_ordered(">", numbers, best)
             here = splat(builder, builder.trunc(index, ir.IntType(32)))
             odd = builder.or_(odd, builder.sext(builder.fcmp_unordered("uno", numbers, numbers), INTS))
             return [builder.select(larger, numbers, best), builder.select(larger, here, block), odd]
 
         count = builder.sdiv(cgutils.unpack_tuple(builder, of_row.shape, 1)[0], LONG(LANES))
-        first = loaded(builder, of_row.data, LONG(0), row.dtype)
+        first = load_floats(builder, of_row.data, LONG(0), row.dtype)
         best, block, odd = loop(builder, count, [first, none, none], look)
         builder.store(best, builder.bitcast(of_best.data, FLOATS.as_pointer()), align=4)
         builder.store(block, builder.bitcast(of_block.data, INTS.as_pointer()), align=4)
@@ -94,7 +94,7 @@ def _group_maxima(context, row, maxima):
         largest = cgutils.get_or_insert_function(builder.module, kind, "llvm.vector.reduce.fmaximum.v16f32")
 
         def look(group, nothing):
-            numbers = loaded(builder, of_row.data, builder.mul(group, LONG(LANES)), row.dtype)
+            numbers = load_floats(builder, of_row.data, builder.mul(group, LONG(LANES)), row.dtype)
             builder.store(builder.call(largest, [numbers]), builder.gep(of_maxima.data, [group]))
             return nothing
 
@@ -113,7 +113,7 @@ def _sum_of_exponentials(context, row, peak, sharpness):
         peak, sharpness = splat(builder, arguments[1]), splat(builder, arguments[2])
 
         def grow(group, sums):
-            numbers = loaded(builder, of_row.data, builder.mul(group, LONG(LANES)), row.dtype)
+            numbers = load_floats(builder, of_row.data, builder.mul(group, LONG(LANES)), row.dtype)
             powers = exponential(builder, builder.fmul(builder.fsub(numbers, peak), sharpness))
             return [builder.fadd(sums[0], powers)]
 
@@ -144,28 +144,28 @@ def likeliest_children(logits, weights, sharpness, maxima, values, rows, columns
     """
     for rank in range(values.shape[0]):
         values[rank], rows[rank], columns[rank] = np.float32(0.0), 0, 0
-    size = logits.shape[1]
-    tail = size // LANES * LANES
-    last = values.shape[0] - 1
+    vocabulary = logits.shape[1]
+    tail = vocabulary // LANES * LANES
+    last_rank = values.shape[0] - 1
     for r in range(logits.shape[0]):
         row = logits[r]
         _group_maxima(row, maxima)
-        peak = wide(row[size - 1])
+        peak = wide(row[vocabulary - 1])
         for group in range(tail // LANES):
             peak = peak if maxima[group] <= peak or peak != peak else maxima[group]
-        for column in range(tail, size):
+        for column in range(tail, vocabulary):
             peak = peak if wide(row[column]) <= peak or peak != peak else wide(row[column])
         if not abs(peak) < np.float32(np.inf):
             continue
         total = _sum_of_exponentials(row, peak, sharpness)
-        for column in range(tail, size):
+        for column in range(tail, vocabulary):
             total += math.exp((wide(row[column]) - peak) * sharpness)
-        share = weights[r] / total
-        for group in range(-(-size // LANES)):
+        scale = weights[r] / total
+        for group in range(-(-vocabulary // LANES)):
             best = maxima[group] if group < tail // LANES else peak
-            if not share * math.exp((best - peak) * sharpness) > values[last]:
+            if not scale * math.exp((best - peak) * sharpness) > values[last_rank]:
                 continue
-            for column in range(group * LANES, min(size, (group + 1) * LANES)):
-                value = np.float32(share * math.exp((wide(row[column]) - peak) * sharpness))
-                if value > values[last]:
+            for column in range(group * LANES, min(vocabulary, (group + 1) * LANES)):
+                value = np.float32(scale * math.exp((wide(row[column]) - peak) * sharpness))
+                if value > values[last_rank]:
                     _enter(value, r, column, values, rows, columns)

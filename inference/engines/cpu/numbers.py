@@ -35,21 +35,21 @@ def _wide_of(value):
     return lambda value: np.float32(value)
 
 
-def put(array, index, value, halves):
-    """Store a float32 in a one-dimensional array, rounded to bfloat16 if the array holds bfloat16s or if `halves`."""
+def put(array, index, value, in_bf16):
+    """Store a float32 in a one-dimensional array, rounded to bfloat16 if the array holds bfloat16s or if `in_bf16`."""
 
 
 @overload(put)
-def _put_in(array, index, value, halves):
+def _put_in(array, index, value, in_bf16):
     if array.dtype == types.uint16:
 
-        def to_bits(array, index, value, halves):
+        def to_bits(array, index, value, in_bf16):
             array[index] = np.uint16(bits_of_bfloat16(value))
 
         return to_bits
 
-    def to_float(array, index, value, halves):
-        array[index] = rounded(value, halves)
+    def to_float(array, index, value, in_bf16):
+        array[index] = rounded(value, in_bf16)
 
     return to_float
 
@@ -62,41 +62,41 @@ def bits_of_bfloat16(value):
 
 
 @kernel
-def rounded(value, halves):
-    """A float32, rounded to bfloat16 if `halves`."""
-    if halves:
+def rounded(value, in_bf16):
+    """A float32, rounded to bfloat16 if `in_bf16`."""
+    if in_bf16:
         return np.uint32(bits_of_bfloat16(value) << np.uint32(16)).view(np.float32)
     return np.float32(value)
 
 
 @intrinsic
-def array_at(context, address, kind):
-    """An address as a pointer to numbers of a kind."""
-    pointer = types.CPointer(kind.dtype)
+def array_at(context, address, like):
+    """An address as a pointer to numbers of the type of those of `like`."""
+    pointer = types.CPointer(like.dtype)
 
     def make(context, builder, signature, arguments):
         return builder.inttoptr(arguments[0], context.get_value_type(pointer))
 
-    return pointer(types.int64, kind), make
+    return pointer(types.int64, like), make
 
 
 @intrinsic
-def array_of(context, address, shape, kind):
-    """The array of a shape at an address; unlike numba's `carray`, also in a `kernel`."""
-    array = types.Array(kind.dtype, len(shape), "C")
+def array_of(context, address, shape, like):
+    """An array at an address, of numbers like those of `like`; unlike numba's `carray`, also in a `kernel`."""
+    array = types.Array(like.dtype, len(shape), "C")
 
     def make(context, builder, signature, arguments):
         shape = cgutils.unpack_tuple(builder, arguments[1])
-        size = context.get_abi_sizeof(context.get_data_type(array.dtype))
-        strides = [ir.Constant(ir.IntType(64), size)]
+        itemsize = context.get_abi_sizeof(context.get_data_type(array.dtype))
+        strides = [ir.Constant(ir.IntType(64), itemsize)]
         for length in reversed(shape[1:]):
             strides.insert(0, builder.mul(strides[0], length))
         structure = context.make_array(array)(context, builder)
         data = builder.inttoptr(arguments[0], structure.data.type)
-        populate_array(structure, data=data, shape=shape, strides=strides, itemsize=size, meminfo=None)
+        populate_array(structure, data=data, shape=shape, strides=strides, itemsize=itemsize, meminfo=None)
         return structure._getvalue()
 
-    return array(types.int64, shape, kind), make
+    return array(types.int64, shape, like), make
 
 
 @intrinsic

@@ -32,9 +32,9 @@ class PanelBlock:
     def header(self) -> int:
         """Bytes before the codes."""
         numbers = 1 + self.code_kind.has_minimum  # of a group
-        if self.code_kind.groups == 1:
+        if self.code_kind.block_groups == 1:
             return 2 * PANEL * numbers
-        return -(-PANEL * numbers * (2 + self.code_kind.groups) // LINE) * LINE
+        return -(-PANEL * numbers * (2 + self.code_kind.block_groups) // LINE) * LINE
 
     @property
     def group_bytes(self) -> int:
@@ -44,4 +44,4 @@ class PanelBlock:
     @property
     def size(self) -> int:
         """Bytes of the block."""
-        return self.header + self.code_kind.groups * self.group_bytes
+        return self.header + self.code_kind.block_groups * self.group_bytes

@@ -24,25 +24,25 @@ from outrider.inference.engines.cpu.numbers import array_of, kernel, put, rounde
 from outrider.inference.engines.cpu.vectors import PANEL, Linear, weights_in
 
 
-def product(linear, x, rows, first, last, halves, out):
-    """Compute out[r, c] for outputs first … last − 1: scale of c · (x[r] · weights of c) + bias of c.
+def product(linear, x, rows, begin, end, in_bf16, out):
+    """Compute out[r, c] for outputs begin … end − 1: scale of c · (x[r] · weights of c) + bias of c.
 
-    first and last are multiples of `PANEL`. halves: round to bfloat16. The dtype of the weights (see `Linear`) selects
-    the kernel when a call is compiled:
+    begin and end are multiples of `PANEL`. in_bf16: round to bfloat16. The dtype of the weights (see `Linear`) selects
+        the kernel when a call is compiled:
 
-        weights                               kernel      x [rows, inputs]
-        uint64, bfloat16s for AMX             by_amx      bfloat16; if [3 · rows, inputs], row r is the sum of x[r],
-                                                          x[rows + r] and x[2 · rows + r]
-        int64, addresses of panels of codes   by_codes    float32 or bfloat16
-        uint32, pairs of bfloat16s            by_vectors  float32 or bfloat16
-        another                               by_vectors  float32
+            weights                               kernel      x [rows, inputs]
+            uint64, bfloat16s for AMX             by_amx      bfloat16; if [3 · rows, inputs], row r is the sum of x[r],
+                                                              x[rows + r] and x[2 · rows + r]
+            int64, addresses of panels of codes   by_codes    float32 or bfloat16
+            uint32, pairs of bfloat16s            by_vectors  float32 or bfloat16
+            another                               by_vectors  float32
     """
 
 
 @overload(product)
-def _product_of(linear, x, rows, first, last, halves, out):
+def _product_of(linear, x, rows, begin, end, in_bf16, out):
     way = {types.uint64: by_amx, types.int64: by_codes}.get(linear.types[0].dtype, by_vectors)
-    return lambda linear, x, rows, first, last, halves, out: way(linear, x, rows, first, last, halves, out)
+    return lambda linear, x, rows, begin, end, in_bf16, out: way(linear, x, rows, begin, end, in_bf16, out)
 
 
 @kernel
@@ -117,14 +117,14 @@ class Workspace(NamedTuple):
 
 
 @kernel
-def norm(x, rows, weight, eps, halves, out):
+def norm(x, rows, weight, eps, in_bf16, out):
     """out[r] = weight · round(x[r] / rms(x[r]))."""
     for row in range(rows):
-        norm_row(x, row, row, weight, eps, halves, out)
+        norm_row(x, row, row, weight, eps, in_bf16, out)
 
 
 @kernel
-def rotate(head, cos, sin, weight, eps, halves):
+def rotate(head, cos, sin, weight, eps, in_bf16):
     """Rotate a query's or key's head [D] in place, by cos and sin of its position; normalise it first if eps ≥ 0."""
     width = head.shape[0]
     if eps >= np.float32(0.0):
@@ -133,24 +133,24 @@ def rotate(head, cos, sin, weight, eps, halves):
             total += head[i] * head[i]
         scale = np.float32(1.0) / np.sqrt(total / np.float32(width) + eps)
         for i in range(width):
-            head[i] = rounded(rounded(head[i] * scale, halves) * weight[i], halves)
+            head[i] = rounded(rounded(head[i] * scale, in_bf16) * weight[i], in_bf16)
     half = width // 2
     for i in range(half):
         low, high = head[i], head[half + i]
-        rotated_low = rounded(low * wide(cos[i]), halves) - rounded(high * wide(sin[i]), halves)
-        rotated_high = rounded(high * wide(cos[half + i]), halves) + rounded(low * wide(sin[half + i]), halves)
-        head[i], head[half + i] = rounded(rotated_low, halves), rounded(rotated_high, halves)
+        rotated_low = rounded(low * wide(cos[i]), in_bf16) - rounded(high * wide(sin[i]), in_bf16)
+        rotated_high = rounded(high * wide(cos[half + i]), in_bf16) + rounded(low * wide(sin[half + i]), in_bf16)
+        head[i], head[half + i] = rounded(rotated_low, in_bf16), rounded(rotated_high, in_bf16)
 
 
 @kernel
-def add(linear, x, hidden, halves, work):
+def add(linear, x, hidden, in_bf16, work):
     """hidden += the linear layer's outputs for x, in this thread's columns."""
     rows = hidden.shape[0]
     begin, end = part(hidden.shape[1], work.rank, work.threads)
-    product(linear, x, rows, begin, end, halves, work.joined)
+    product(linear, x, rows, begin, end, in_bf16, work.joined)
     for row in range(rows):
         if begin < end:
-            add_row(hidden, work.joined, row, begin, end, halves)
+            add_row(hidden, work.joined, row, begin, end, in_bf16)
 
 
 @kernel
@@ -158,13 +158,13 @@ def rotate_and_store(shape, layer, pass_rows, weight, head_eps, work):
     """Rotate queries and keys and write keys and values to the cache, for this thread's part of all rows' heads."""
     heads, key_heads, width = shape.heads, shape.key_heads, shape.width
     (cos, sin, texts), rank, threads = pass_rows, work.rank, work.threads
-    halves, all_heads, text = cos.itemsize == 2, heads + 2 * key_heads, 0
+    in_bf16, all_heads, text = cos.itemsize == 2, heads + 2 * key_heads, 0
     vectors = all_heads * work.heads.shape[0]
     for index in range(vectors * rank // threads, vectors * (rank + 1) // threads):
         row, head = index // all_heads, index % all_heads
         vector = work.heads[row, head * width : (head + 1) * width]
         if head < heads + key_heads:
-            rotate(vector, cos[row], sin[row], weight[head], head_eps, halves)
+            rotate(vector, cos[row], sin[row], weight[head], head_eps, in_bf16)
         if head >= heads:
             while row >= texts[text, BEGIN] + texts[text, ROWS]:
                 text += 1
@@ -173,39 +173,39 @@ def rotate_and_store(shape, layer, pass_rows, weight, head_eps, work):
             stored = array_of(address, (key_heads, texts[text, SLOTS], width), cos)
             line = stored[(head - heads) % key_heads, texts[text, PAST] + row - texts[text, BEGIN]]
             for i in range(width):
-                put(line, i, vector[i], halves)
+                put(line, i, vector[i], in_bf16)
 
 
-def _attend(weights, task, first, last, halves, out):
+def _attend(weights, task, begin, end, in_bf16, out):
     """`attend`, by AMX if products with these weights are and the cache is of bfloat16s. See `_way_of`."""
 
 
 @overload(_attend)
-def _way_of(weights, task, first, last, halves, out):
+def _way_of(weights, task, begin, end, in_bf16, out):
     if weights.dtype != types.uint64 or task.types[1].dtype != types.uint16:
-        return lambda weights, task, first, last, halves, out: attend(task, first, last, halves, out)
+        return lambda weights, task, begin, end, in_bf16, out: attend(task, begin, end, in_bf16, out)
 
-    def by_amx_where_heads_fit(weights, task, first, last, halves, out):
+    def by_amx_where_heads_fit(weights, task, begin, end, in_bf16, out):
         if task.keys.shape[2] % STEP == 0:
-            attend_by_amx(task, first, last, halves, out)
+            attend_by_amx(task, begin, end, in_bf16, out)
         else:
-            attend(task, first, last, halves, out)
+            attend(task, begin, end, in_bf16, out)
 
     return by_amx_where_heads_fit
 
 
 @kernel
-def attend_all(weights, shape, layer, pass_rows, scale, halves, work):
+def attend_all(weights, shape, layer, pass_rows, scale, in_bf16, work):
     """Write the attention outputs of this thread's part of all rows' query heads to `work.mixed`."""
     (cos, _, texts), rank, threads = pass_rows, work.rank, work.threads
     queries, near = work.heads[:, : shape.heads * shape.width], work.near[rank]
     heads, rows, width = shape.heads, work.heads.shape[0], shape.width
-    first, last = heads * rows * rank // threads, heads * rows * (rank + 1) // threads
+    first_query, end_query = heads * rows * rank // threads, heads * rows * (rank + 1) // threads
     text = 0
-    while first < last:
+    while first_query < end_query:
         row, together = texts[text, BEGIN], texts[text, ROWS]
-        begin, end = heads * row, min(last, heads * (row + together))
-        if first >= end:
+        begin, end = heads * row, min(end_query, heads * (row + together))
+        if first_query >= end:
             text += 1
             continue
         sizes, offset = (shape.key_heads, texts[text, SLOTS], width), texts[text, VALUE_OFFSET]
@@ -215,20 +215,20 @@ def attend_all(weights, shape, layer, pass_rows, scale, halves, work):
         masked = (together, seen if texts[text, MASK] != 0 else np.int64(0))
         mask = array_of(texts[text, MASK], masked, cos)
         task = AttentionTask(queries, keys, values, seen, mask, scale, work.scores, work.sums, near, row, together)
-        _attend(weights, task, first - begin, end - begin, halves, work.mixed)
-        first = end
+        _attend(weights, task, first_query - begin, end - begin, in_bf16, work.mixed)
+        first_query = end
 
 
 @kernel
-def gate(linear, inner, halves, work):
+def gate(linear, inner, in_bf16, work):
     """work.inner = silu(gate) · up, in this thread's columns; the linear layer has the gates first."""
     rows, normed = work.joined.shape[0], work.normed[work.rank]
     begin, end = part(inner, work.rank, work.threads)
-    product(linear, normed, rows, begin, end, halves, work.joined)
-    product(linear, normed, rows, inner + begin, inner + end, halves, work.joined)
+    product(linear, normed, rows, begin, end, in_bf16, work.joined)
+    product(linear, normed, rows, inner + begin, inner + end, in_bf16, work.joined)
     for row in range(rows):
         if begin < end:
-            gate_row(work.joined, row, inner, begin, end, halves, work.inner)
+            gate_row(work.joined, row, inner, begin, end, in_bf16, work.inner)
 
 
 @kernel
@@ -236,13 +236,13 @@ def run(shape, layers, start, stop, pass_rows, numbers, work):
     """Run a thread: layers start … stop − 1 over work.hidden, in place.
 
     Masks [rows, past + rows] and keys and values [layers, 2, G, positions, D] are of the type of cos and sin of
-    `pass_rows`: float32, or the bits of bfloat16, and then hidden is rounded to bfloat16 (`halves`). numbers float32:
+    `pass_rows`: float32, or the bits of bfloat16, and then hidden is rounded to bfloat16 (`in_bf16`). numbers float32:
     the norms' eps; that of the norms of queries and keys, < 0 without these norms; the scale of query · key.
     """
     eps, head_eps, scale = numbers[0], numbers[1], numbers[2]
     size, inner, mixed = shape.hidden, shape.inner, shape.heads * shape.width
     rank, threads, hidden = work.rank, work.threads, work.hidden
-    rows, halves, normed = hidden.shape[0], pass_rows.cos.itemsize == 2, work.normed[rank]
+    rows, in_bf16, normed = hidden.shape[0], pass_rows.cos.itemsize == 2, work.normed[rank]
     qkv = mixed + 2 * shape.key_heads * shape.width
     # where the second, third and fourth product begin in a layer's weights; where the second and third end in scales
     in_number = weights_in(layers.weights)
@@ -253,23 +253,23 @@ def run(shape, layers, start, stop, pass_rows, numbers, work):
     turn = 0  # how often all threads have waited for each other
     for layer in range(start, stop):
         weights, scales, biases = layers.weights[layer], layers.scales[layer], layers.biases[layer]
-        norm(hidden, rows, layers.norms[layer, 0], eps, halves, normed)
+        norm(hidden, rows, layers.norms[layer, 0], eps, in_bf16, normed)
         joint = Linear(weights[:out_begin], size, scales[:qkv], biases[:qkv])
         begin, end = part(qkv, rank, threads)
-        product(joint, normed, rows, begin, end, halves, work.heads)
+        product(joint, normed, rows, begin, end, in_bf16, work.heads)
         wait(work.arrived, threads, turn + 1)
         rotate_and_store(shape, layer, pass_rows, layers.head_norms[layer], head_eps, work)
         wait(work.arrived, threads, turn + 2)
-        attend_all(weights, shape, layer, pass_rows, scale, halves, work)
+        attend_all(weights, shape, layer, pass_rows, scale, in_bf16, work)
         wait(work.arrived, threads, turn + 3)
         out = Linear(weights[out_begin:up_begin], mixed, scales[qkv:out_end], biases[qkv:out_end])
-        add(out, work.mixed, hidden, halves, work)
+        add(out, work.mixed, hidden, in_bf16, work)
         wait(work.arrived, threads, turn + 4)
-        norm(hidden, rows, layers.norms[layer, 1], eps, halves, normed)
+        norm(hidden, rows, layers.norms[layer, 1], eps, in_bf16, normed)
         up = Linear(weights[up_begin:down_begin], size, scales[out_end:up_end], biases[out_end:up_end])
-        gate(up, inner, halves, work)
+        gate(up, inner, in_bf16, work)
         wait(work.arrived, threads, turn + 5)
         down = Linear(weights[down_begin:], inner, scales[up_end:], biases[up_end:])
-        add(down, work.inner, hidden, halves, work)
+        add(down, work.inner, hidden, in_bf16, work)
         wait(work.arrived, threads, turn + 6)
         turn += 6

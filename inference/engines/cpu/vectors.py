@@ -19,7 +19,7 @@ PARTS = 3  # bfloat16s whose sum is a float32
 BYTE, INT, LONG, FLOAT = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 FLOATS, INTS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES)
 ZEROS = ir.Constant(FLOATS, [0.0] * LANES)
-_FUSED = ("contract",)
+_FUSED_FLAGS = ("contract",)
 try:
     FEATURES = llvmlite.binding.get_host_cpu_features()  # beyond LLVM's baseline
 except RuntimeError:  # LLVM does not know this processor
@@ -32,28 +32,28 @@ def row_of(builder, array, row):
     return builder.gep(builder.bitcast(array.data, BYTE.as_pointer()), [builder.mul(row, line)])
 
 
-def place_in(builder, start, at, number):
+def address_at(builder, start, at, number):
     """The address of the `at`-th number of an LLVM type, counted from the address `start`."""
     return builder.gep(builder.bitcast(start, number.as_pointer()), [at])
 
 
-def loaded(builder, start, at, kind):
+def load_floats(builder, start, at, number_type):
     """`LANES` stored numbers of a numba type from the `at`-th on, as floats; pairs of bfloat16 (uint32) unchanged."""
-    if kind in (types.float32, types.uint32):
-        number, vector = (FLOAT, FLOATS) if kind == types.float32 else (INT, INTS)
-        return builder.load(builder.bitcast(place_in(builder, start, at, number), vector.as_pointer()), align=4)
-    bits = kind.bitwidth
+    if number_type in (types.float32, types.uint32):
+        number, vector = (FLOAT, FLOATS) if number_type == types.float32 else (INT, INTS)
+        return builder.load(builder.bitcast(address_at(builder, start, at, number), vector.as_pointer()), align=4)
+    bits = number_type.bitwidth
     vector = ir.VectorType(ir.IntType(bits), LANES)
-    address = builder.bitcast(place_in(builder, start, at, ir.IntType(bits)), vector.as_pointer())
+    address = builder.bitcast(address_at(builder, start, at, ir.IntType(bits)), vector.as_pointer())
     codes = builder.load(address, align=bits // 8)
-    if kind == types.int8:
+    if number_type == types.int8:
         return builder.sitofp(builder.sext(codes, INTS), FLOATS)
-    if kind == types.int16:
+    if number_type == types.int16:
         return builder.fpext(builder.bitcast(codes, ir.VectorType(ir.HalfType(), LANES)), FLOATS)
     return builder.bitcast(builder.shl(builder.zext(codes, INTS), splat_int(16)), FLOATS)
 
 
-def both_of(builder, pairs):
+def split_pairs(builder, pairs):
     """The first and the second numbers of pairs of bfloat16s, as floats."""
     lower, upper = builder.shl(pairs, splat_int(16)), builder.and_(pairs, splat_int(0xFFFF0000))
     return builder.bitcast(lower, FLOATS), builder.bitcast(upper, FLOATS)
@@ -66,19 +66,19 @@ def splat(builder, number):
     return builder.shuffle_vector(first, first, ir.Constant(INTS, [0] * LANES))
 
 
-def added(builder, total, first, second):
-    """total + first · second, of floats or of pairs of bfloat16s."""
-    if first.type == FLOATS:
-        return builder.fadd(total, builder.fmul(first, second, flags=_FUSED), flags=_FUSED)
-    kind = ir.FunctionType(FLOATS, [FLOATS, INTS, INTS])
-    dots = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
-    return builder.call(dots, [total, first, second])
+def add_product(builder, total, factor, other_factor):
+    """total + factor · other_factor, of floats or of pairs of bfloat16s."""
+    if factor.type == FLOATS:
+        return builder.fadd(total, builder.fmul(factor, other_factor, flags=_FUSED_FLAGS), flags=_FUSED_FLAGS)
+    function_type = ir.FunctionType(FLOATS, [FLOATS, INTS, INTS])
+    dots = cgutils.get_or_insert_function(builder.module, function_type, "llvm.x86.avx512bf16.dpbf16ps.512")
+    return builder.call(dots, [total, factor, other_factor])
 
 
-def ask_for(builder, address):
+def prefetch_line(builder, address):
     """Prefetch the line at an address."""
-    kind = ir.FunctionType(ir.VoidType(), [BYTE.as_pointer(), INT, INT, INT])
-    prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    function_type = ir.FunctionType(ir.VoidType(), [BYTE.as_pointer(), INT, INT, INT])
+    prefetch = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
     builder.call(prefetch, [builder.bitcast(address, BYTE.as_pointer()), INT(0), INT(2), INT(1)])
 
 
@@ -91,22 +91,22 @@ def nearest_bfloat16(builder, values):
     return builder.select(no_number, splat_int(0x7FC00000), up)
 
 
-def rounded(builder, values, halves):
-    """Floats, rounded to bfloat16 if `halves`."""
+def rounded(builder, values, in_bf16):
+    """Floats, rounded to bfloat16 if `in_bf16`."""
     upper = builder.and_(nearest_bfloat16(builder, values), splat_int(0xFFFF0000))
-    return builder.select(halves, builder.bitcast(upper, FLOATS), values)
+    return builder.select(in_bf16, builder.bitcast(upper, FLOATS), values)
 
 
-def stored(builder, values, start, at, kind, halves):
-    """Store floats from index `at` on: as bfloat16 (uint16), or as float32, rounded to bfloat16 if `halves`."""
-    if kind == types.uint16:
+def store_floats(builder, values, start, at, number_type, in_bf16):
+    """Store floats from index `at` on: as bfloat16 (uint16), or as float32, rounded to bfloat16 if `in_bf16`."""
+    if number_type == types.uint16:
         upper = builder.lshr(nearest_bfloat16(builder, values), splat_int(16))
         halved = builder.trunc(upper, ir.VectorType(ir.IntType(16), LANES))
-        address = place_in(builder, start, at, ir.IntType(16))
+        address = address_at(builder, start, at, ir.IntType(16))
         builder.store(halved, builder.bitcast(address, halved.type.as_pointer()), align=2)
         return
-    values = rounded(builder, values, halves)
-    builder.store(values, builder.bitcast(place_in(builder, start, at, FLOAT), FLOATS.as_pointer()), align=4)
+    values = rounded(builder, values, in_bf16)
+    builder.store(values, builder.bitcast(address_at(builder, start, at, FLOAT), FLOATS.as_pointer()), align=4)
 
 
 def exponential(builder, x):
@@ -115,21 +115,21 @@ def exponential(builder, x):
     x = builder.select(low, splat_float(-87.0), x)
     x = builder.select(builder.fcmp_ordered(">", x, splat_float(88.0)), splat_float(88.0), x)
     floor = cgutils.get_or_insert_function(builder.module, ir.FunctionType(FLOATS, [FLOATS]), "llvm.floor.v16f32")
-    n = builder.call(floor, [added(builder, splat_float(0.5), x, splat_float(1.44269504))])
-    r = added(builder, added(builder, x, n, splat_float(-0.693359375)), n, splat_float(2.12194440e-4))
+    n = builder.call(floor, [add_product(builder, splat_float(0.5), x, splat_float(1.44269504))])
+    r = add_product(builder, add_product(builder, x, n, splat_float(-0.693359375)), n, splat_float(2.12194440e-4))
     p = splat_float(1.9875691500e-4)
     for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
-        p = added(builder, splat_float(factor), p, r)
-    p = added(builder, builder.fadd(r, splat_float(1.0)), builder.fmul(p, r), r)
+        p = add_product(builder, splat_float(factor), p, r)
+    p = add_product(builder, builder.fadd(r, splat_float(1.0)), builder.fmul(p, r), r)
     power = builder.shl(builder.add(builder.fptosi(n, INTS), splat_int(127)), splat_int(23))
     return builder.select(low, ZEROS, builder.fmul(p, builder.bitcast(power, FLOATS)))
 
 
 def loop(builder, count, starting, body):
     """Emit a loop: body(index, values) → values for every index < count, at least once; starting: initial values."""
-    before, inside, after = builder.block, builder.append_basic_block("loop"), builder.append_basic_block("after")
-    builder.branch(inside)
-    builder.position_at_end(inside)
+    before, body_block, after = builder.block, builder.append_basic_block("loop"), builder.append_basic_block("after")
+    builder.branch(body_block)
+    builder.position_at_end(body_block)
     index = builder.phi(LONG)
     index.add_incoming(LONG(0), before)
     values = [builder.phi(value.type) for value in starting]
@@ -140,7 +140,7 @@ def loop(builder, count, starting, body):
         value.add_incoming(later, end)
     next_index = builder.add(index, LONG(1))
     index.add_incoming(next_index, end)
-    builder.cbranch(builder.icmp_signed("<", next_index, count), inside, after)
+    builder.cbranch(builder.icmp_signed("<", next_index, count), body_block, after)
     builder.position_at_end(after)
     return following
 
@@ -153,20 +153,20 @@ def sums_of_lanes(builder, vectors):
     lanes = LANES
     while lanes > 1:
         pairs = zip(vectors[::2], vectors[1::2], strict=True) if len(vectors) > 1 else [(vectors[0], None)]
-        vectors = [_halves_added(builder, first, second, lanes) for first, second in pairs]
+        vectors = [_add_halves(builder, first, second, lanes) for first, second in pairs]
         lanes //= 2
     return vectors[0]
 
 
-def _halves_added(builder, first, second, lanes):
+def _add_halves(builder, vector, next_vector, lanes):
     """The first half of every `lanes` lanes plus the second half, of a vector and an optional second vector."""
-    size = first.type.count
-    starts = range(0, size if second is None else 2 * size, lanes)
+    lane_count = vector.type.count
+    starts = range(0, lane_count if next_vector is None else 2 * lane_count, lanes)
     parts = []
-    for offset in (0, lanes // 2):
-        chosen = [start + offset + lane for start in starts for lane in range(lanes // 2)]
+    for half_begin in (0, lanes // 2):
+        chosen = [start + half_begin + lane for start in starts for lane in range(lanes // 2)]
         mask = ir.Constant(ir.VectorType(INT, len(chosen)), chosen)
-        parts.append(builder.shuffle_vector(first, first if second is None else second, mask))
+        parts.append(builder.shuffle_vector(vector, vector if next_vector is None else next_vector, mask))
     return builder.fadd(*parts)
 
 
@@ -179,9 +179,9 @@ def splat_int(number):
     return ir.Constant(INTS, [number] * LANES)
 
 
-def arrays_of(context, builder, kinds, arguments):
-    """The arrays of numba types `kinds` among an intrinsic's arguments, as LLVM structures."""
-    return [context.make_array(kind)(context, builder, array) for kind, array in zip(kinds, arguments, strict=True)]
+def arrays_of(context, builder, array_types, arguments):
+    """The arrays of the numba types `array_types` among an intrinsic's arguments, as LLVM structures."""
+    return [context.make_array(t)(context, builder, array) for t, array in zip(array_types, arguments, strict=True)]
 
 
 class Linear(NamedTuple):
@@ -222,49 +222,49 @@ class Tile(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """LLVM values to turn sums into outputs: scales, biases, and `out` of numba type `kind`, rounded if `halves`."""
+    """LLVM values to turn sums into outputs: scales, biases, and `out` of a numba type, rounded if `in_bf16`."""
 
     scales: object
     biases: object
     out: object
-    kind: object
-    halves: object
+    number_type: object
+    in_bf16: object
 
     @classmethod
-    def of(cls, context, builder, kinds, arguments, halves):
-        """From the arguments of an intrinsic that are a `Linear` and `out`, of these kinds."""
+    def of(cls, context, builder, array_types, arguments, in_bf16):
+        """From the arguments of an intrinsic that are a `Linear` and `out`, of these types."""
         arrays = *cgutils.unpack_tuple(builder, arguments[0])[2:], arguments[1]
-        structures = arrays_of(context, builder, (*kinds[0].types[2:], kinds[1]), arrays)
-        return cls(*structures, kind=kinds[1].dtype, halves=halves)
+        structures = arrays_of(context, builder, (*array_types[0].types[2:], array_types[1]), arrays)
+        return cls(*structures, number_type=array_types[1].dtype, in_bf16=in_bf16)
 
     def scaled(self, builder, column):
         """(biases, scales) of the panel that begins at output `column`."""
-        return tuple(loaded(builder, array.data, column, types.float32) for array in (self.biases, self.scales))
+        return tuple(load_floats(builder, array.data, column, types.float32) for array in (self.biases, self.scales))
 
     def put(self, builder, total, scaled, row, column):
         """Scale a vector of sums, add biases, and store it in a row of the outputs."""
-        value = added(builder, scaled[0], total, scaled[1])
-        stored(builder, value, row_of(builder, self.out, row), column, self.kind, self.halves)
+        value = add_product(builder, scaled[0], total, scaled[1])
+        store_floats(builder, value, row_of(builder, self.out, row), column, self.number_type, self.in_bf16)
 
 
-def distances_ahead(builder, size, panels, turn, turns):
-    """For each of `panels` panels of `size`: how far ahead this turn prefetches, 0 if another turn does it.
+def distances_ahead(builder, panel_size, panels, turn, turns):
+    """For each of `panels` panels of `panel_size`: how far ahead this turn prefetches, 0 if another turn does it.
 
     So the next panels are fetched while these are used, and each turn fetches a share of them.
     """
     turn_of = [builder.sdiv(builder.mul(turns, LONG(panel)), LONG(panels)) for panel in range(panels)]
     in_turn = [builder.icmp_signed("==", number, turn) for number in turn_of]
-    return [builder.select(fetches, builder.mul(size, LONG(panels)), LONG(0)) for fetches in in_turn]
+    return [builder.select(fetches, builder.mul(panel_size, LONG(panels)), LONG(0)) for fetches in in_turn]
 
 
 def switch_between(builder, cases, number, add):
     """Emit a switch that runs add(case) for the one of `cases` that equals `number`."""
-    after = builder.append_basic_block("after")
-    choice = builder.switch(number, after)
+    end_block = builder.append_basic_block("after")
+    choice = builder.switch(number, end_block)
     for case in cases:
         block = builder.append_basic_block("case")
         choice.add_case(LONG(case), block)
         builder.position_at_end(block)
         add(case)
-        builder.branch(after)
-    builder.position_at_end(after)
+        builder.branch(end_block)
+    builder.position_at_end(end_block)

@@ -59,14 +59,14 @@ def use_kernel_on(device: torch.device, name: str) -> AbstractContextManager[Non
     return use_kernel(kernels.attend)
 
 
-def kernel_for(choices: Iterable[KernelChoice], layers: RunnableLayers, width: int, keys: int) -> str:
+def kernel_for(choices: Iterable[KernelChoice], layers: RunnableLayers, width: int, key_count: int) -> str:
     """The choice measured at the nearest width and length, by ratio; the first of `KERNELS` for unmeasured attention.
 
     Only attention of a target's layers is measured, not that of an EAGLE-3 head's own layers.
     """
     shape = None if layers.layered is None else attention_shape(layers.layered)
     measured = [c for c in choices if (c.heads, c.key_heads, c.head_dim) == shape]
-    distances = [abs(log2(choice.width / width)) + abs(log2(choice.keys / keys)) for choice in measured]
+    distances = [abs(log2(choice.width / width)) + abs(log2(choice.keys / key_count)) for choice in measured]
     return measured[distances.index(min(distances))].kernel if measured else KERNELS[0]
 
 
@@ -97,28 +97,28 @@ def _measure_stack(stack: LayerStack, positions: int, graphs: GraphPool) -> list
     zeros = partial(torch.zeros, dtype=stack.dtype, device=stack.device)
     cache = zeros(len(stack.layers), 2, 1, key_heads, positions, head_dim)
     choices = []
-    for keys in _lengths(positions):
+    for key_count in _lengths(positions):
         for width in WIDTHS:
-            query, mask = zeros(1, heads, width, head_dim), zeros(1, 1, width, keys)
+            query, mask = zeros(1, heads, width, head_dim), zeros(1, 1, width, key_count)
 
-            def attend(query: torch.Tensor = query, mask: torch.Tensor = mask, keys: int = keys) -> None:
+            def attend(query: torch.Tensor = query, mask: torch.Tensor = mask, key_count: int = key_count) -> None:
                 for key, value in cache:
-                    grouped_attention(stack, query, key[:, :, :keys], value[:, :, :keys], mask)
+                    grouped_attention(stack, query, key[:, :, :key_count], value[:, :, :key_count], mask)
 
             seconds = {}
             for kernel in kernels_on(stack.device):
                 with use_kernel_on(stack.device, kernel):
                     seconds[kernel] = _time_replays(graphs.capture(attend))
-            choices.append(KernelChoice(*shape, width, keys, min(seconds, key=seconds.__getitem__)))
+            choices.append(KernelChoice(*shape, width, key_count, min(seconds, key=seconds.__getitem__)))
     return choices
 
 
 def _lengths(positions: int) -> list[int]:
     """The cache lengths to measure for texts of up to `positions` tokens: of 1,000 they are 128, 512 and 1,000."""
-    lengths: list[int] = []
-    while (length := KEYS * 4 ** len(lengths)) < positions:
-        lengths.append(length)
-    return [*lengths, positions]
+    key_counts: list[int] = []
+    while (key_count := KEYS * 4 ** len(key_counts)) < positions:
+        key_counts.append(key_count)
+    return [*key_counts, positions]
 
 
 def _time_replays(graph: torch.cuda.CUDAGraph) -> float:

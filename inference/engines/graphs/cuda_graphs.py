@@ -137,8 +137,8 @@ class Arena:
 
     def view(self, width: int, positions: int, cache: KVCache) -> FixedView:
         """The view of `width` rows for texts of up to `positions` positions, including these rows."""
-        keys = min(bucket(positions, self.runtime.smallest), self.limit)
-        return FixedView(self.upload, width, keys, self.limit, self.layers, cache)
+        key_count = min(bucket(positions, self.runtime.smallest), self.limit)
+        return FixedView(self.upload, width, key_count, self.limit, self.layers, cache)
 
     def run_pass(self, name: str, pass_: Pass, x: Tensor, view: FixedView, by_row: bool) -> list[Tensor]:
         """Run `pass_`, which its name must identify uniquely; returns its output buffers.
@@ -147,7 +147,7 @@ class Arena:
         """
 
         def run() -> None:
-            with view.cache.at(view.slots, view.keys):
+            with view.cache.at(view.slots, view.key_count):
                 outputs = pass_(x, view)
             for index, output in enumerate(outputs):
                 buffer = self.buffer(name, index, output, self.rows + WIDTHS[-1] if by_row else WIDTHS[-1])
@@ -157,20 +157,20 @@ class Arena:
                     buffer[:, : view.width].copy_(output)
             self.outputs[name] = len(outputs)
 
-        self.run((name, view.width, view.keys), run)
+        self.run((name, view.width, view.key_count), run)
         return [self.buffers[name, index] for index in range(self.outputs[name])]
 
-    def run(self, key: Key, run: Callable[[], None], changed: Sequence[Tensor] = ()) -> None:
-        """Replay `run`, captured at the first call with this `key`. changed: see `GraphPool.capture`."""
+    def run(self, graph_key: Key, run: Callable[[], None], changed: Sequence[Tensor] = ()) -> None:
+        """Replay `run`, captured at the first call with this `graph_key`. changed: see `GraphPool.capture`."""
         if not can_capture(self.layers.device):
             run()
             return
-        if key not in self.graphs:
-            with use_kernel_on(self.layers.device, kernel_for(self.runtime.kernels, self.layers, *key[1:])):
-                self.graphs[key] = self.pool.capture(run, changed)
-            self.tables[key] = self.layers.tables  # `reserve` may replace them by longer ones
+        if graph_key not in self.graphs:
+            with use_kernel_on(self.layers.device, kernel_for(self.runtime.kernels, self.layers, *graph_key[1:])):
+                self.graphs[graph_key] = self.pool.capture(run, changed)
+            self.tables[graph_key] = self.layers.tables  # `reserve` may replace them by longer ones
             self.runtime.captures += 1
-        self.graphs[key].replay()
+        self.graphs[graph_key].replay()
 
 
 class GraphedSession(TargetSession):
@@ -217,12 +217,12 @@ class GraphedSession(TargetSession):
 
         def run() -> None:
             hidden = stack.embed(buffer[None], view.positions)
-            with view.cache.at(view.slots, view.keys):
+            with view.cache.at(view.slots, view.key_count):
                 hidden = stack.run(hidden, 0, len(stack.layers), view.rotary, view.masks(), view.cache)
             buffer.copy_(likeliest(stack.logits(hidden)[0]))
             upload.base.add_(1)
 
-        arena.run(("step", 1, view.keys), run, changed=(buffer, upload.base))
+        arena.run(("step", 1, view.key_count), run, changed=(buffer, upload.base))
         for cache in (self.first_cache, self.second_cache):
             cache.length += 1
         self.base += 1

@@ -62,9 +62,9 @@ class Upload:
         self._turn = (self._turn + 1) % len(self._hosts)
         if copy_event is not None:
             copy_event.synchronize()
-        size = self._number_bytes + width * self.rows
-        self._write(host[:size], layout, width)
-        self._device[:size].copy_(host[:size], non_blocking=True)
+        nbytes = self._number_bytes + width * self.rows
+        self._write(host[:nbytes], layout, width)
+        self._device[:nbytes].copy_(host[:nbytes], non_blocking=True)
         if copy_event is not None:
             copy_event.record()
 
@@ -75,22 +75,22 @@ class Upload:
         numbers = content[: self._number_bytes].view("int64")
         numbers[:_HEAD] = layout.base, layout.start, layout.stop
         numbers[_HEAD : _HEAD + layout.stop] = layout.depths
-        first = max(layout.start, 0)  # rows before it are committed: they see no row of this round
-        if layout.stop > first:
+        begin = max(layout.start, 0)  # rows before it are committed: they see no row of this round
+        if layout.stop > begin:
             bits = content[self._number_bytes :].reshape(width, self.rows)
-            bits[first - layout.start : layout.stop - layout.start] = unpack(layout.ancestors[first:], self.rows)
+            bits[begin - layout.start : layout.stop - layout.start] = unpack(layout.ancestors[begin:], self.rows)
 
 
 @dataclass(frozen=True)
 class FixedView:
-    """Positions, slots and masks of `width` rows over `keys` cache positions, computed on the device from an `Upload`.
+    """Positions, slots and masks of `width` rows over `key_count` cache positions, made on the device from `Upload`.
 
     spare: the first of `width` cache slots that no pass reads.
     """
 
     upload: Upload
     width: int
-    keys: int
+    key_count: int
     spare: int
     layers: RunnableLayers
     cache: KVCache
@@ -123,7 +123,7 @@ class FixedView:
 
     def masks(self) -> Masks:
         base, depths = self.upload.base, self.upload.depths
-        columns = torch.arange(self.keys, device=base.device)  # [keys], cache slots
+        columns = torch.arange(self.key_count, device=base.device)  # [keys], cache slots
         columns_in_round = columns - base  # the row in each slot; negative for committed positions
         rows = columns_in_round.clamp(0, self.upload.rows - 1)
         ancestors = self.upload.ancestors[: self.width].index_select(1, rows)  # [width, keys]
@@ -134,9 +134,9 @@ class FixedView:
         masks: dict[int | None, Mask] = {}
         for window in set(self.layers.windows):
             visible_in_window = visible
-            if window is not None and window < self.keys:
+            if window is not None and window < self.key_count:
                 visible_in_window = visible & (column_positions > self.positions[0, :, None] - window)
-            mask = torch.zeros(self.width, self.keys, dtype=self.layers.dtype, device=base.device)
+            mask = torch.zeros(self.width, self.key_count, dtype=self.layers.dtype, device=base.device)
             masks[window] = mask.masked_fill(~visible_in_window, torch.finfo(mask.dtype).min)[None, None]
         return masks
 
@@ -144,9 +144,9 @@ class FixedView:
         return hidden
 
 
-def bucket(size: int, smallest: int) -> int:
-    """The smallest `smallest` · 2^i that is at least `size`."""
-    while smallest < size:
+def bucket(minimum: int, smallest: int) -> int:
+    """The smallest `smallest` · 2^i that is at least `minimum`."""
+    while smallest < minimum:
         smallest *= 2
     return smallest
 
@@ -169,10 +169,10 @@ class GraphPool:
 
     def capture(self, run: Callable[[], None], changed: Sequence[Tensor] = ()) -> torch.cuda.CUDAGraph:
         """`run` captured as a graph. changed: tensors that `run` updates; they are restored before this returns."""
-        before = [tensor.clone() for tensor in changed]
+        old_values = [tensor.clone() for tensor in changed]
 
         def restore() -> None:
-            for tensor, value in zip(changed, before, strict=True):
+            for tensor, value in zip(changed, old_values, strict=True):
                 tensor.copy_(value)
 
         for _ in range(2):  # uncaptured warm-up, in which libraries initialise

@@ -20,20 +20,20 @@ _SMALLEST = 16  # rows, columns and depth of a matrix product on tensor cores
 
 
 @triton.jit
-def _norm_kernel(x, added, weight, summed, normed, eps, size: tl.constexpr, block: tl.constexpr, adds: tl.constexpr):
+def _norm_kernel(x, added, weight, summed, normed, eps, width: tl.constexpr, block: tl.constexpr, adds: tl.constexpr):
     row = tl.program_id(0)
     columns = tl.arange(0, block)
-    inside = columns < size
-    kind = x.dtype.element_ty
-    value = tl.load(x + row * size + columns, mask=inside, other=0.0)
+    inside = columns < width
+    dtype = x.dtype.element_ty
+    value = tl.load(x + row * width + columns, mask=inside, other=0.0)
     if adds:
-        value = (value.to(tl.float32) + tl.load(added + row * size + columns, mask=inside, other=0.0)).to(kind)
-        tl.store(summed + row * size + columns, value, mask=inside)
+        value = (value.to(tl.float32) + tl.load(added + row * width + columns, mask=inside, other=0.0)).to(dtype)
+        tl.store(summed + row * width + columns, value, mask=inside)
     wide = value.to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / size + eps)
-    rounded = (wide * scale).to(kind)
+    scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / width + eps)
+    rounded = (wide * scale).to(dtype)
     scaled = rounded.to(tl.float32) * tl.load(weight + columns, mask=inside, other=0.0)
-    tl.store(normed + row * size + columns, scaled.to(kind), mask=inside)
+    tl.store(normed + row * width + columns, scaled.to(dtype), mask=inside)
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -54,10 +54,10 @@ def _launch_norm(
     x: Tensor, added: Tensor, weight: Tensor, summed: Tensor, normed: Tensor, eps: float, *, adds: bool
 ) -> None:
     assert all(tensor.is_contiguous() for tensor in (x, added, weight))
-    size = x.shape[-1]
-    block = triton.next_power_of_2(size)
-    grid, warps = (x.numel() // size,), min(16, max(1, block // 256))
-    _norm_kernel[grid](x, added, weight, summed, normed, eps, size=size, block=block, adds=adds, num_warps=warps)
+    width = x.shape[-1]
+    block = triton.next_power_of_2(width)
+    grid, warps = (x.numel() // width,), min(16, max(1, block // 256))
+    _norm_kernel[grid](x, added, weight, summed, normed, eps, width=width, block=block, adds=adds, num_warps=warps)
 
 
 # A program rotates one head of one row, or stores it if it is a value: see `rotate_and_store`.
@@ -73,7 +73,7 @@ def _place_kernel(
     columns = tl.arange(0, block)
     inside = columns < half
     all_heads: tl.constexpr = query_heads + 2 * key_heads
-    kind = heads.dtype.element_ty
+    dtype = heads.dtype.element_ty
     start = heads + (row * all_heads + head) * width
     low = tl.load(start + columns, mask=inside, other=0.0)
     high = tl.load(start + half + columns, mask=inside, other=0.0)
@@ -84,8 +84,8 @@ def _place_kernel(
             scale = 1.0 / tl.sqrt(squares / width + eps)
             scale_low = tl.load(scales + head * width + columns, mask=inside, other=0.0).to(tl.float32)
             scale_high = tl.load(scales + head * width + half + columns, mask=inside, other=0.0).to(tl.float32)
-            low = ((wide_low * scale).to(kind).to(tl.float32) * scale_low).to(kind)
-            high = ((wide_high * scale).to(kind).to(tl.float32) * scale_high).to(kind)
+            low = ((wide_low * scale).to(dtype).to(tl.float32) * scale_low).to(dtype)
+            high = ((wide_high * scale).to(dtype).to(tl.float32) * scale_high).to(dtype)
         if rotates:
             angle = row * width + columns
             cos_low = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
@@ -93,9 +93,9 @@ def _place_kernel(
             sin_low = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
             sin_high = tl.load(sin + angle + half, mask=inside, other=0.0).to(tl.float32)
             wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
-            turned_low, turned_high = (wide_high * sin_low).to(kind), (wide_low * sin_high).to(kind)
-            low = ((wide_low * cos_low).to(kind).to(tl.float32) - turned_low.to(tl.float32)).to(kind)
-            high = ((wide_high * cos_high).to(kind).to(tl.float32) + turned_high.to(tl.float32)).to(kind)
+            turned_low, turned_high = (wide_high * sin_low).to(dtype), (wide_low * sin_high).to(dtype)
+            low = ((wide_low * cos_low).to(dtype).to(tl.float32) - turned_low.to(tl.float32)).to(dtype)
+            high = ((wide_high * cos_high).to(dtype).to(tl.float32) + turned_high.to(tl.float32)).to(dtype)
     if head < query_heads:
         out = query + (head * queries + row) * width
     else:
@@ -139,24 +139,24 @@ def rotate_and_store(
 
 
 @triton.jit
-def _gate_kernel(joined, out, size, block: tl.constexpr):
+def _gate_kernel(joined, out, width, block: tl.constexpr):
     row = tl.program_id(0)
     columns = tl.program_id(1) * block + tl.arange(0, block)
-    inside = columns < size
-    kind = joined.dtype.element_ty
-    gate = tl.load(joined + row * 2 * size + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(joined + row * 2 * size + size + columns, mask=inside, other=0.0).to(tl.float32)
-    active = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
-    tl.store(out + row * size + columns, (active * up).to(kind), mask=inside)
+    inside = columns < width
+    dtype = joined.dtype.element_ty
+    gate = tl.load(joined + row * 2 * width + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(joined + row * 2 * width + width + columns, mask=inside, other=0.0).to(tl.float32)
+    active = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    tl.store(out + row * width + columns, (active * up).to(dtype), mask=inside)
 
 
 def gate(joined: Tensor) -> Tensor:
     """silu(first half) · second half of joined [..., 2·n]: [..., n]."""
-    size, rows = joined.shape[-1] // 2, joined.numel() // joined.shape[-1]
+    width, rows = joined.shape[-1] // 2, joined.numel() // joined.shape[-1]
     assert joined.is_contiguous()
-    out = joined.new_empty(*joined.shape[:-1], size)
+    out = joined.new_empty(*joined.shape[:-1], width)
     block = 1024
-    _gate_kernel[(rows, triton.cdiv(size, block))](joined, out, size, block=block, num_warps=4)
+    _gate_kernel[(rows, triton.cdiv(width, block))](joined, out, width, block=block, num_warps=4)
     return out
 
 
@@ -167,7 +167,7 @@ def gate(joined: Tensor) -> Tensor:
 def _attend_kernel(
     query, keys, values, mask, partial, peaks, sums, scale,
     key_head_stride, key_stride, value_head_stride, value_stride, mask_stride,
-    queries, count, rows, turns: tl.constexpr,
+    queries, key_count, rows, turns: tl.constexpr,
     group: tl.constexpr, width: tl.constexpr, depth: tl.constexpr, block: tl.constexpr, step: tl.constexpr,
 ):  # fmt: skip
     key_head, split, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -184,7 +184,7 @@ def _attend_kernel(
     mixed = tl.zeros([block, depth], tl.float32)
     for turn in range(turns):
         position = (split * turns + turn) * step + tl.arange(0, step)
-        seen = position < count
+        seen = position < key_count
         k = tl.load(
             keys + key_head * key_head_stride + position[None, :] * key_stride + dimension[:, None],
             mask=seen[None, :] & in_head[:, None], other=0.0,
@@ -213,19 +213,19 @@ def _attend_kernel(
 @triton.jit
 def _join_kernel(
     partial, peaks, sums, out, splits, rows, queries, heads,
-    group: tl.constexpr, width: tl.constexpr, depth: tl.constexpr, most: tl.constexpr,
+    group: tl.constexpr, width: tl.constexpr, depth: tl.constexpr, padded_splits: tl.constexpr,
 ):  # fmt: skip
     key_head, row = tl.program_id(0), tl.program_id(1)
-    number = tl.arange(0, most)
-    there = number < splits
-    at = (key_head * splits + number) * rows + row
-    peak = tl.load(peaks + at, mask=there, other=float("-inf"))
+    split = tl.arange(0, padded_splits)
+    is_split = split < splits
+    at = (key_head * splits + split) * rows + row
+    peak = tl.load(peaks + at, mask=is_split, other=float("-inf"))
     weight = tl.exp(peak - tl.max(peak, 0))
-    total = tl.sum(tl.load(sums + at, mask=there, other=0.0) * weight, 0)
+    total = tl.sum(tl.load(sums + at, mask=is_split, other=0.0) * weight, 0)
     dimension = tl.arange(0, depth)
     in_head = dimension < width
     parts = tl.load(
-        partial + at[:, None] * width + dimension[None, :], mask=there[:, None] & in_head[None, :], other=0.0
+        partial + at[:, None] * width + dimension[None, :], mask=is_split[:, None] & in_head[None, :], other=0.0
     )
     mixed = tl.sum(parts * weight[:, None], 0) / total
     head, token = key_head * group + row // queries, row % queries
@@ -239,12 +239,12 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: flo
     Scores and sums are in float32; the attention weights have the dtype of the values.
     """
     _, heads, queries, width = query.shape
-    key_heads, count = keys.shape[1], keys.shape[2]
+    key_heads, key_count = keys.shape[1], keys.shape[2]
     group, depth = heads // key_heads, max(_SMALLEST, triton.next_power_of_2(width))
-    rows, size = group * queries, query.element_size()
-    block = min(64 // size, max(_SMALLEST, triton.next_power_of_2(rows)))
-    step = max(_SMALLEST, min(KEYS, BYTES // (depth * size)))
-    parts, steps = triton.cdiv(rows, block), triton.cdiv(count, step)
+    rows, itemsize = group * queries, query.element_size()
+    block = min(64 // itemsize, max(_SMALLEST, triton.next_power_of_2(rows)))
+    step = max(_SMALLEST, min(KEYS, BYTES // (depth * itemsize)))
+    parts, steps = triton.cdiv(rows, block), triton.cdiv(key_count, step)
     turns = triton.cdiv(steps, max(1, min(steps, PROGRAMS // (key_heads * parts), JOINED // depth)))
     splits = triton.cdiv(steps, turns)
     partial = query.new_empty(key_heads, splits, rows, width, dtype=torch.float32)
@@ -254,13 +254,13 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: flo
     assert all(tensor.stride(3) == 1 for tensor in (keys, values, mask))
     _attend_kernel[(key_heads, splits, parts)](
         query, keys, values, mask, partial, peaks, sums, scale,
-        keys.stride(1), keys.stride(2), values.stride(1), values.stride(2), mask.stride(2), queries, count, rows,
-        turns=turns, group=group, width=width, depth=depth, block=block, step=step, num_warps=2 * size,
+        keys.stride(1), keys.stride(2), values.stride(1), values.stride(2), mask.stride(2), queries, key_count, rows,
+        turns=turns, group=group, width=width, depth=depth, block=block, step=step, num_warps=2 * itemsize,
     )  # fmt: skip
-    most = triton.next_power_of_2(splits)
+    padded_splits = triton.next_power_of_2(splits)
     _join_kernel[(key_heads, rows)](
-        partial, peaks, sums, out, splits, rows, queries, heads,
-        group=group, width=width, depth=depth, most=most, num_warps=max(1, most * depth // 4096),
+        partial, peaks, sums, out, splits, rows, queries, heads, group=group,
+        width=width, depth=depth, padded_splits=padded_splits, num_warps=max(1, padded_splits * depth // 4096),
     )  # fmt: skip
     return out
 

@@ -99,7 +99,7 @@ def test_training_text_is_the_same_in_pieces(
     ):
         whole = encode(records, tokenizer, "tokenizer")
         with monkeypatch.context() as patch:
-            patch.setattr(documents, "encode_all", partial(encode_all, most=300))
+            patch.setattr(documents, "encode_all", partial(encode_all, limit=300))
             pieced = encode(records, tokenizer, "tokenizer")
         for one, other in zip(pieced, whole, strict=True):
             np.testing.assert_array_equal(one.ids, other.ids)

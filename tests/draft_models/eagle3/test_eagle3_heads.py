@@ -310,7 +310,7 @@ def plain(parts: list[list[Tensor]]) -> Tensor:
 
 
 def joined(parts: list[list[Tensor]]) -> Tensor:
-    steps, found, mask = Steps(), [], packed_band(DOCUMENTS, kind=type("Small", (Band,), {"BLOCK": 5}))
+    steps, found, mask = Steps(), [], packed_band(DOCUMENTS, band_class=type("Small", (Band,), {"BLOCK": 5}))
     for step, (query, key, value) in enumerate(parts):
         steps.step = step
         found.append(steps.attend(nn.Identity(), query, (key, value), mask, 0, SCALING))

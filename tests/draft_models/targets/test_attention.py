@@ -133,7 +133,7 @@ def test_a_band_is_the_dense_mask(
                  for n in (heads, key_heads, key_heads)]  # fmt: skip
         results = []
         by_document = packed_band(packed, window)
-        alike = Band.cut([0, length], by_document.first.amin(0).tolist())  # the blocks of a GPU
+        alike = Band.cut([0, length], by_document.first_keys.amin(0).tolist())  # the blocks of a GPU
         for mask in (dense, by_document, replace(by_document, blocks=(alike,))):
             out, _ = grouped_attention(nn.Module(), *given, mask, scaling=0.4)
             results.append((out, *torch.autograd.grad(out.sin().sum(), given)))
@@ -143,7 +143,7 @@ def test_a_band_is_the_dense_mask(
     if window is not None:
         everything = torch.zeros(1, length, dtype=torch.long)
         sliding, alike = Band.sliding(torch.arange(length), window), packed_band(everything, window)
-        assert torch.equal(sliding.first, alike.first)
+        assert torch.equal(sliding.first_keys, alike.first_keys)
         assert sliding.blocks == alike.blocks
 
 

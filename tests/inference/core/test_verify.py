@@ -234,8 +234,8 @@ def test_wrong_rules_are_found_out(monkeypatch: pytest.MonkeyPatch, wrong: str, 
 
 
 BLOCK_FAULTS = {  # by what stands in the source
-    "ratios not bounded": ("min(1, before * ratio)", "before * ratio"),
-    "ratios of tokens, not of prefixes": ("min(1, before * ratio)", "min(1, ratio)"),
+    "ratios not bounded": ("min(1, previous * ratio)", "previous * ratio"),
+    "ratios of tokens, not of prefixes": ("min(1, previous * ratio)", "min(1, ratio)"),
     "a prefix accepted as the whole is": ("mass / (mass + 1 - c[count])", "c[count]"),
     "all or nothing": ("count -= 1", "count = 0"),
     "residual of another prefix": ("chance.choose(residual +", "chance.choose((p[0] - q[ROOT]).clip(min=0) +"),

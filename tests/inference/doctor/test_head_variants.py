@@ -110,7 +110,7 @@ def test_a_reading_that_is_better_is_named_and_can_be_had(clinic: Clinic, tmp_pa
     scores = join_scores(
         [score_logits(draft_by_head(cured, text), text, number) for number, text in enumerate(clinic.texts)]
     )
-    assert (*scores.agree.mean(1).tolist(),) == found.better.agree
+    assert (*scores.agrees.mean(1).tolist(),) == found.better.agree
     assert scores.agreement > 0.9 > found.ways[0].agreement
 
 

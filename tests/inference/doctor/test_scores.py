@@ -27,7 +27,7 @@ def test_a_place_without_numbers_does_not_agree() -> None:
     logits[1, 1, 2] = torch.nan  # which argmax takes for the largest
     recording = Recording(torch.tensor([4, 2, 2, 2]), 1, {})
     one, other = (score_logits(logits, recording, text) for text in range(2))
-    assert one.agree.tolist() == one.finite.tolist() == [[True] * 3, [True, False, True]]
+    assert one.agrees.tolist() == one.finite.tolist() == [[True] * 3, [True, False, True]]
     assert not {*one.blocks} & {*other.blocks}  # no observation is of two texts
 
 
@@ -45,8 +45,8 @@ def test_readings_that_are_as_good_are_seldom_called_better() -> None:
     for _ in range(100):
         runs = draw.random((2, 2 * FEWEST)) < 0.5  # whole blocks agree or do not
         one, other = (scores_of(np.repeat(run, BLOCK)) for run in runs)
-        wrong += lead_chance(one.agree[0].astype(int) - other.agree[0], one.blocks) < 0.05
-        single += lead_chance(one.agree[0].astype(int) - other.agree[0], np.arange(len(one.blocks))) < 0.05
+        wrong += lead_chance(one.agrees[0].astype(int) - other.agrees[0], one.blocks) < 0.05
+        single += lead_chance(one.agrees[0].astype(int) - other.agrees[0], np.arange(len(one.blocks))) < 0.05
         assert not is_better(one, other, tried=15)[0]
     assert wrong / 100 < 0.12 < single / 100
 
@@ -61,7 +61,7 @@ def test_a_lead_must_be_worth_it_and_have_been_seen_often() -> None:
     assert not is_better(scores_of(np.ones(few)), scores_of(np.zeros(few)))[0]
     short = scores_of(np.ones(few))  # as many places, in texts of few tokens each
     short = short._replace(blocks=np.arange(few) // 2)
-    assert not is_better(short, short._replace(agree=~short.agree))[0]
+    assert not is_better(short, short._replace(agrees=~short.agrees))[0]
     places = np.arange(4 * count)
     slightly = (places % 2 == 0) | (places % (8 * BLOCK) == 1)  # surely better, by 1/64
     better, chance = is_better(scores_of(slightly), scores_of(places % 2 == 0))

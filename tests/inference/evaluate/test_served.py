@@ -424,7 +424,7 @@ def test_what_an_engine_cannot_run_is_said() -> None:
         (MethodConfig("small_lm", copy=3), "not by both"),
     ):
         assert reason in str(refusal_of("vllm", method))
-    assert {name for name, kind in KINDS.items() if kind.served not in DRAFTS["openvino"]} >= {"eagle3", "ngrams"}
+    assert {name for name, kind in KINDS.items() if kind.vllm_method not in DRAFTS["openvino"]} >= {"eagle3", "ngrams"}
     methods = {"chain": chain, "tree": tree, "ngrams": MethodConfig("ngrams", ngrams=NgramConfig(evidence="mixed"))}
     many = with_lengths("vllm", methods, (1, 5))
     assert {name: draft_length(one) for name, one in many.items() if name != "tree"} == {

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outrider.inference.engines.cpu.elementwise import put_columns
 from outrider.inference.engines.cpu.numbers import bits_of_bfloat16, put, rounded, wide
-from outrider.inference.engines.cpu.vectors import LANES, LONG, arrays_of, exponential, loaded, loop, stored
+from outrider.inference.engines.cpu.vectors import LANES, LONG, arrays_of, exponential, load_floats, loop, store_floats
 
 SIZE, ROWS = 5 * LANES, 3
 
@@ -42,8 +42,8 @@ def _exponentials(context, x, out, vectors):  # type: ignore[no-untyped-def]
 
         def step(place, nothing):  # type: ignore[no-untyped-def]
             at = builder.mul(place, LONG(LANES))
-            value = exponential(builder, loaded(builder, of_x.data, at, types.float32))
-            stored(builder, value, of_out.data, at, types.float32, ir.IntType(1)(0))
+            value = exponential(builder, load_floats(builder, of_x.data, at, types.float32))
+            store_floats(builder, value, of_out.data, at, types.float32, ir.IntType(1)(0))
             return nothing
 
         loop(builder, given[2], [], step)

@@ -135,7 +135,7 @@ def test_weights_take_the_fewest_bytes(tmp_path: Path, stored: torch.dtype) -> N
     run_at_once(stack)
     stack.reserve(64)
     assert isinstance(stack.at_once, LayersAtOnce)
-    assert stack.at_once.layout.stored == stored
+    assert stack.at_once.layout.weight_dtype == stored
     torch.testing.assert_close(*both(stack), rtol=1e-4, atol=1e-4)
 
 

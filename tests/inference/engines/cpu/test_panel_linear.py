@@ -43,7 +43,7 @@ def test_equals_linear(kind: str, bias: bool) -> None:
         exact = nn.functional.linear(x.double(), linear.weight.double(), linear.bias.double() if bias else None)
         assert panels(x).shape == (1, rows, OUT)
         assert (panels(x) - exact).abs().max() < 4 * (linear(x) - exact).abs().max() + 1e-7
-    assert panels.layout.stored == KINDS[kind]
+    assert panels.layout.weight_dtype == KINDS[kind]
     assert torch.equal(panels.weight, linear.weight)
 
 
@@ -112,7 +112,7 @@ def test_codes_are_multiplied_as_they_are(dtype: torch.dtype) -> None:
     bias = normal(OUT).to(dtype)
     linear, x = Int8Linear(codes, scale, bias), normal(3, IN, dtype=dtype)
     panels = PanelLinear(linear)
-    assert panels.layout.stored == torch.int8
+    assert panels.layout.weight_dtype == torch.int8
     exact = (x.double() @ codes.double().T) * scale.double() + bias.double()
     torch.testing.assert_close(panels(x), exact.to(dtype))
     assert torch.equal(panels.weight, linear.weight)

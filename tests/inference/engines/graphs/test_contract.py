@@ -227,7 +227,7 @@ PLANTED = {  # a rule, and what breaks it
     contract.WAITS: (FixedView, "masks", "base, depths = self", "int(self.upload.stop)\n    base, depths = self"),
     contract.STAYS: (FixedView, "masks", "return masks", "self.upload.kept = masks\n    return masks"),
     contract.WARM_UP: (
-        FixedView, "masks", "return masks", "return vars(self.upload).setdefault(f'{self.width} {self.keys}', masks)",
+        FixedView, "masks", "return masks", "return vars(self.upload).setdefault(f'{self.width} {self.key_count}', masks)",
     ),
     contract.REBOUND: (
         Arena, "buffer", "if (name, index) not in",
@@ -235,9 +235,9 @@ PLANTED = {  # a rule, and what breaks it
         "    if (name, index) not in",
     ),
     contract.CHANGED: (  # a slot that the host chooses for every pass
-        Arena, "view", "return FixedView(self.upload, width, keys, self.limit,",
+        Arena, "view", "return FixedView(self.upload, width, key_count, self.limit,",
         "self.turn = vars(self).get('turn', 0) + 1\n"
-        "    return FixedView(self.upload, width, keys, self.limit - self.turn,",
+        "    return FixedView(self.upload, width, key_count, self.limit - self.turn,",
     ),
 }  # fmt: skip
 

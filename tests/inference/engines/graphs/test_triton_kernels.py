@@ -192,13 +192,13 @@ def test_attention_split_over_keys(kernels: ModuleType, dtype: torch.dtype, shap
 # In the source of a kernel: what is there, and what a fault has instead.
 FAULTS = {
     "_norm_kernel": [
-        ("inside = columns < size", "inside = columns < block"),  # the mask
-        ("normed + row * size", "normed + row * block"),
-        ("summed + row * size", "summed"),
-        ("added + row * size", "added"),
+        ("inside = columns < width", "inside = columns < block"),  # the mask
+        ("normed + row * width", "normed + row * block"),
+        ("summed + row * width", "summed"),
+        ("added + row * width", "added"),
         ("weight + columns", "weight + row + columns"),
-        ("/ size + eps", "/ block + eps"),
-        ("/ size + eps", "/ size"),
+        ("/ width + eps", "/ block + eps"),
+        ("/ width + eps", "/ width"),
         ("if adds:", "if False:"),
     ],
     "_place_kernel": [
@@ -222,21 +222,21 @@ FAULTS = {
         ("if rotates:", "if False:"),
     ],
     "_gate_kernel": [
-        ("inside = columns < size", "inside = columns < 2 * size"),
+        ("inside = columns < width", "inside = columns < 2 * width"),
         ("tl.program_id(1) * block + ", ""),
-        ("+ size + columns", "+ columns"),
-        ("gate = tl.load(joined + row * 2 * size", "gate = tl.load(joined + row * size"),
-        ("out + row * size", "out + row * 2 * size"),
+        ("+ width + columns", "+ columns"),
+        ("gate = tl.load(joined + row * 2 * width", "gate = tl.load(joined + row * width"),
+        ("out + row * width", "out + row * 2 * width"),
         ("tl.exp(-gate)", "tl.exp(gate)"),
     ],
     "_attend_kernel": [
         ("(split * turns + turn) * step", "(split * turns) * step"),  # a turn is lost
         ("(split * turns + turn) * step", "turn * step"),
-        ("seen = position < count", "seen = position >= 0"),
-        ("seen = position < count", "seen = position < count - 1"),  # a key
+        ("seen = position < key_count", "seen = position >= 0"),
+        ("seen = position < key_count", "seen = position < key_count - 1"),  # a key
         ("scores + hidden.to(tl.float32), float", "scores, float"),  # the mask
         ("mask + token[:, None] * mask_stride", "mask + row[:, None] * mask_stride"),
-        ("token[:, None] * mask_stride", "token[:, None] * count"),
+        ("token[:, None] * mask_stride", "token[:, None] * key_count"),
         ("position[None, :] * key_stride", "position[None, :] * width"),
         ("position[:, None] * value_stride", "position[:, None] * key_stride"),
         ("values + key_head * value_head_stride", "values + key_head * key_head_stride"),
@@ -251,10 +251,10 @@ FAULTS = {
         ("at = (key_head * splits + split) * rows", "at = key_head * splits * rows"),
     ],
     "_join_kernel": [
-        ("there = number < splits", "there = number < splits - 1"),  # a split is lost
+        ("is_split = split < splits", "is_split = split < splits - 1"),  # a split is lost
         ("weight = tl.exp(peak - tl.max(peak, 0))", "weight = tl.exp(peak - peak)"),
         ("other=0.0) * weight, 0)", "other=0.0), 0)"),
-        ("(key_head * splits + number)", "(key_head + number)"),
+        ("(key_head * splits + split)", "(key_head + split)"),
         ("row // queries, row % queries", "row % group, row // group"),
         ("(token * heads + head)", "(head * queries + token)"),
         ("in_head = dimension < width", "in_head = dimension < depth"),
