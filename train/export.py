@@ -104,7 +104,7 @@ def _choose_dtypes(config: ExportConfig, model: PreTrainedConfig, *, is_drafter:
     """
     stored_type = stored_dtype(model)
     by_default = is_drafter and config.engine == "llama_cpp" and model.hidden_size % BLOCK == 0
-    if config.dtype in QUANTISED or (config.dtype is None and by_default):
+    if config.dtype in QUANTISED or (config.dtype is None and by_default):  # such as q8_0
         return stored_type, config.dtype or "q8_0"
     default = torch.float16 if config.engine == "openvino" and stored_type == torch.bfloat16 else stored_type
     dtype = getattr(torch, config.dtype) if config.dtype else default
@@ -165,7 +165,7 @@ def _export_small_lm(config: ExportConfig, out_dir: Path) -> str:
         with suppress(UserError):  # it may be a name for the page alone
             target_rows = read_config(config.target, config.revision).get_text_config().vocab_size
     loads_unchanged = draft_vocabulary is None and target_rows in (None, model_config.vocab_size)
-    if loads_unchanged and config.engine in PLAIN_ENGINES:
+    if loads_unchanged and config.engine in PLAIN_ENGINES:  # they read Hugging Face directories
         reason = "a small LM is an ordinary causal LM, which engines load as it is; its README.md has their commands"
         raise UserError(f"checkpoint={config.checkpoint}: {reason}")
     token_count = model_config.vocab_size if draft_vocabulary is None else len(draft_vocabulary.tokens)

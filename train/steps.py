@@ -99,7 +99,7 @@ def run_step(step: Step, records: Records, title: str, seconds_left: Callable[[f
     """Run a step unless it is done, with its output on the screen and in its log; its record goes into `records`.
 
     A step is done if its product exists and was made from the current products of earlier steps. A step that was made
-    from others is begun anew. seconds_left: from the seconds that this step has taken to the seconds left of all steps.
+    from others is begun anew. seconds_left(seconds of this step so far) gives the seconds left of all steps.
     Returns whether the step ran. Raises `UserError` if it fails.
     """
     record, log, folder = records.get(step.name), step.record_file.with_suffix(".log"), step.product.parent
@@ -149,7 +149,7 @@ def run_logged(words: list[str], log: Path) -> int:
     """Run a command line and return its exit status; its output is streamed to stdout and appended to `log`."""
     environment = os.environ | {
         "PYTHONUNBUFFERED": "1",
-        RELAY: "1",
+        RELAY: "1",  # it prints its progress as lines, which `relay_progress` shows here
         "PYTHONIOENCODING": "utf-8",  # of the log, whatever this terminal is
         "PYTHONPATH": os.pathsep.join(filter(None, [str(_IMPORT_ROOT), os.environ.get("PYTHONPATH")])),
     }

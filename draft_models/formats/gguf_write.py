@@ -34,7 +34,7 @@ _PROBE = "  Don't WE'LL  3.14159 1234567\n\n \t x+=[1]; nai\u0308ve façade\r\n 
 def require_gguf(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, MetadataValue]:
     """The metadata of a GGUF file of a model with `config`, which may lack a tokenizer.
 
-    Raises `UserError` if reading them would give another config or tokenizer.
+    `KEYS` names the config's fields by ggml's keys. Raises `UserError` if the metadata would be read as another model.
     """
     family = {"mistral": "llama"}.get(config.model_type, config.model_type)
     if family not in _FAMILIES:
@@ -125,7 +125,7 @@ def _require_read_back(config: PreTrainedConfig, metadata: dict[str, MetadataVal
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     names, state = tensor_names(model, str(metadata["general.architecture"])), model.state_dict()
-    locations = {name: TensorLocation(name, tuple(state[names[name]].shape), 0, 0) for name in names}
+    locations = {name: TensorLocation(name, tuple(state[names[name]].shape), 0, 0) for name in names}  # in float32
     fields = gguf_config(GgufFile(Path(GGUF_FILE), metadata, locations)).to_dict()
     expected, rope = config.to_dict(), config.rope_parameters
     if rope["rope_type"] == "llama3" and rope.items() >= LLAMA3.items():  # `write_file` writes it as a tensor
@@ -140,8 +140,8 @@ def _add_tokenizer(
 ) -> dict[str, MetadataValue]:
     """`metadata` with the tokenizer's, for an embedding of `rows` rows.
 
-    Each known way to cut texts is tried: what it writes is read again and must give the same rules and ids. Raises
-    `UserError` if no way does.
+    Each known way to cut texts, by its name in `PATTERNS`, is tried: what it writes is read again and must give equal
+    rules and ids. Raises `UserError` if no way does.
     """
     base = metadata | _token_metadata(tokenizer, rows)
     backend = tokenizer.backend_tokenizer

@@ -132,7 +132,7 @@ def load_causal_lm(
     """
     require_no_adapter(source, revision, role)
     files = open_tensors(source, revision)
-    if files.original is not None and not files.original.transformers_reads_weights:
+    if files.original is not None and not files.original.transformers_reads_weights:  # such as a GGUF file
         return _load_original(files, role, coded, **options)
     dict(files.open_stored(files.file_of))  # raises for a tensor in two files, which transformers would accept
     where, revision = files.location
@@ -233,7 +233,7 @@ def _fill_weights(
     tied = model.config.tie_word_embeddings
     if coded:
         stored_names = keep_codes(model, files.codes, stored_names, dtype)
-    prefix = BASE_PREFIX if files.lacks_prefix else ""  # transformers adds the architecture's, which may differ
+    prefix = BASE_PREFIX if files.lacks_prefix else ""  # "model."; transformers adds its own, which may differ
     buffers = dict(model.named_non_persistent_buffers())  # transformers would recreate them, and with FSDP as zeros
     class_of_model = type(type(model).__name__, (type(model),), {"__new__": lambda *_, **__: model})
     device = device_map[""] if isinstance(device_map, dict) and [*device_map] == [""] else None

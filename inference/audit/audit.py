@@ -194,8 +194,8 @@ class AnswerPart:
         return [JudgedToken(self.line, *values) for values in zip(*columns, strict=True)]
 
     def off(self, measured: Callable[[Tensor], Tensor]) -> Tensor:
-        """`measured` in units of the rounding errors [t]; if one would be a fault, in those of `tipping_noise` (see
-        `Reference`)."""
+        """`measured` in units of the rounding errors [t]. If one would be a fault, above `GAP`, the unit is the largest
+        error of readings in several piece lengths (`Reference.tipping_noise`)."""
         off = measured(self.reference.logits_noise)
         return measured(self.reference.tipping_noise()[1]) if bool((off > GAP).any()) else off
 
@@ -262,7 +262,7 @@ def measure_excess(config: SamplingConfig, scores: Tensor, tokens: Tensor, noise
 
 
 def _deviation(positions: int, gaps: Tensor, stock_gaps: int) -> Deviation:
-    """A server shows no keys and values, so only its choices are judged. stock_gaps: `Deviation.own_gaps`."""
+    """A server shows no keys and values, so only its choices are judged. stock_gaps: transformers' other choices."""
     return Deviation(
         positions, bulk=(0.0,), peak=0.0, peak_row=0, peak_position=0, gaps=tuple(gaps.tolist()), own_gaps=stock_gaps
     )

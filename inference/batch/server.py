@@ -46,7 +46,7 @@ class TokenRow(NamedTuple):
 
 
 class TargetServer:
-    """Continues prompts like `Generator`, with `concurrency` requests at a time to the server in `config.server`.
+    """Continues prompts, as `Generator` does by a model here, by `concurrency` requests at a time to `config.server`.
 
     model: the target's name there. context: the smaller context length, in tokens, of server and target. vocabulary:
     the target's, whose ids are below it. checked: refuse log-probabilities of other tokens, and greedy tokens that are
@@ -79,7 +79,7 @@ class TargetServer:
             raise UserError(f"{self.setting}: {error}; see docs/data.md for servers") from None
 
     def answer(self, prompts: Sequence[Sequence[int]], draws: Sequence[Tensor]) -> list[Answer]:
-        """Continue each prompt by at most as many tokens as it has `draws`; the first draw determines its seed."""
+        """Continue each prompt by at most as many tokens as it has uniform `draws`; the first determines its seed."""
         with ThreadPoolExecutor(self.config.concurrency) as pool:
             jobs = [pool.submit(self._answer, list(ids), numbers) for ids, numbers in zip(prompts, draws, strict=True)]
             try:
@@ -165,7 +165,7 @@ class TargetServer:
             )
 
     def _answer(self, prompt: list[int], draws: Tensor) -> tuple[ReplyError | None, Answer]:
-        """(error or None, answer): a greedy request, then a sampled one that continues it."""
+        """(error or None, answer): a greedy request, then a sampled one after it. An error has the answer's failure."""
         budget, seed = len(draws), int(draws[0] * 2**31)
         greedy_count = budget if self.config.temperature == 0 else min(self.config.greedy_tokens, budget)
         try:

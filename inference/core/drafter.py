@@ -14,14 +14,14 @@ from outrider.inference.core.tree import DraftTree
 if TYPE_CHECKING:
     from outrider.inference.core.token_selector import TokenSelector
 
-TRIED, CANDIDATE, CHOSEN = "nodes_tried", "accepted_candidate_", "chosen_"  # names in `Structure.totals`
+TRIED, CANDIDATE, CHOSEN = "nodes_tried", "accepted_candidate_", "chosen_"  # in `Drafter.totals`, or begin names in it
 
 
 class Sizes(Protocol):
     """Chooses how many nodes to submit, round by round.
 
     max_nodes: the largest choice. A draft is given as parents (−1: the root), int64 [n], parents before children, and
-    path probabilities, float64 [n], descending. totals: see `Structure.totals`.
+    path probabilities, float64 [n], descending. totals: sums over rounds by name, for the report.
     """
 
     max_nodes: int
@@ -73,7 +73,7 @@ class Drafter(ABC):
 
     @property
     def totals(self) -> Mapping[str, float]:
-        """Sums over rounds, for the report (see `Structure.totals`)."""
+        """Sums over rounds by name, such as `TRIED`, for the report."""
         return {} if self.sizes is None else self.sizes.totals
 
     @abstractmethod

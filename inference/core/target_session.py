@@ -39,8 +39,8 @@ class TargetSession(Session):
     runs only the second half over all rows, so no layer computes a row twice. Any other drafter uses split = 0, where
     the first half is the embedding. With split None, for a drafter's own model, all layers are in the first half.
 
-    Aux hidden states (`aux_layers`) need split = 0. `context` defaults to `capacity`. together: runs each pass, jointly
-    with the passes of other texts; None: a pass runs alone.
+    Aux hidden states (`aux_layers`) need split = 0. `round` and `fed` of `Session` are the rows since the last commit,
+    and their tokens. together: runs each pass jointly with those of other texts (`Batch`); None: a pass runs alone.
     """
 
     def __init__(

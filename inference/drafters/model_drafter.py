@@ -20,9 +20,9 @@ from outrider.inference.sizing.costs import Allowance
 class ModelDrafter(Drafter):
     """A drafter that combines a draft model and a structure, the shape of its drafts.
 
-    allowance: decides which rounds skip drafting; None: no round does. The model catches up with the tokens of skipped
-    rounds when it drafts again. copies: drafts first. A round with a draft of it skips the model, and structure and
-    allowance learn nothing from such a round.
+    allowance: skips drafting by the gain that the stop rule expects; None: never. The model catches up with the tokens
+    of such rounds when it drafts again. copies: drafts first. A round with its draft skips the model, and
+    structure and allowance learn nothing from such a round.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ModelDrafter(Drafter):
     def draft(self, root: Tensor, limit: int) -> DraftTree:
         self._source.begin_round()
         if self.copies is not None:
-            copied = self.copies.draft(root, self.structure.steps(limit))
+            copied = self.copies.draft(root, self.structure.steps(limit))  # no deeper than the model drafts
             if len(copied):
                 return copied
         if self.allowance is not None and not self.allowance.opens_round(self.structure.rule.gain()):
@@ -56,8 +56,8 @@ class ModelDrafter(Drafter):
         return self._source.with_ids(self.structure.draft(self._source, root, limit))
 
     def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
-        shares = self.model.split or self.model.aux_layers
-        rows = self._session.path(nodes) if shares else [0, *(tree.rows[node] for node in nodes)]
+        uses_target = self.model.split or self.model.aux_layers  # then rows are the session's (see `DraftModel.commit`)
+        rows = self._session.path(nodes) if uses_target else [0, *(tree.rows[node] for node in nodes)]
         self.model.commit(rows, tokens)
         if self.copies is not None:
             self.copies.commit(tree, nodes, tokens)
@@ -71,7 +71,7 @@ class ModelDrafter(Drafter):
 
 
 class TimedModel:
-    """A draft model as the `Source` of a round: times its passes, and tracks the text up to each row it was fed.
+    """A draft model as the `Source` that a structure extends: times passes, and tracks the text up to each row.
 
     by_index: for a model with a draft vocabulary, logits are [n, K] over that vocabulary, and the drafted tokens that
     it is fed are indices into it: choosing among a sixth of the tokens takes a sixth of the time. `with_ids` converts

@@ -231,10 +231,9 @@ class _Passes(Runtime):
 
 
 class _Probe(Structure):
-    """Cycles through several structures by round; records the time of a step by width, and the outcomes of trials.
-
-    laps: (width, seconds) of every draft step, from one forward pass to the next pass or to the end of the draft.
-    once: seconds of the first step of a `OnePass` drafter, which needs no further pass; this step is in no lap.
+    """Cycles through several structures by round. laps: (width, seconds) of every draft step, from one forward pass to
+    the next or to the end of the draft. once: seconds of the first step of a `OnePass` drafter, whose pass drafts all
+    tokens; it is in no lap. tried, right: drafted tokens, and those that the target accepted, by index (see `Tuning`).
     """
 
     counts_empty = False  # whether a round without a draft is measured

@@ -45,8 +45,8 @@ class EngineProcess:
     ) -> tuple[tuple[Generation, ...], float]:
         """A generation for each prompt, and the seconds of all together.
 
-        request: as `engine_worker` reads it. drafted: tokens of a draft; 0 for plain decoding. Raises
-        `UserError` if a prompt gets no token.
+        request: its max_new_tokens, eos, sampling, seeds and concurrency. drafted: tokens of a draft; 0 for plain
+        decoding. Raises `UserError` if a prompt gets no token.
         """
         answer = self._ask({**request, "prompts": prompts})
         for prompt, output in zip(prompts, outputs := answer["requests"], strict=True):
@@ -77,8 +77,8 @@ def start_engine(
 ) -> Iterator[EngineProcess]:
     """An engine while the context lasts; afterwards no process of it is left.
 
-    python: of the engine's environment. job: as `worker` reads it. log: what the engine prints. Raises
-    `UserError` with its last words if the process ends.
+    python: of the engine's environment. job: the engine's name and options, target and drafter, as `worker` reads them.
+    log: what the engine prints. Raises `UserError` with its last words if the process ends.
     """
     with open(log, "wb") as errors:
         process = subprocess.Popen(

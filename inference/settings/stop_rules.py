@@ -11,10 +11,10 @@ class RuleEntry:
     """A stop rule.
 
     factory: "module:name" of what makes it, its class or a function, of (most tokens or levels, `StopConfig`,
-    `RuleInputs`); ".module" is in inference/stopping.
+    `RuleInputs`: measured costs, streams, the calibration head); ".module" is in inference/stopping.
     condition: under which it drafts another token.
-    threshold: the default of stop.threshold, between 0 and 1; None: the rule has none. bounds: what ends the draft
-    there.
+    threshold: the default of stop.threshold, between 0 and 1; None: the rule has none. bounds: what ends a draft
+    at the threshold.
     needs_head: it asks the calibration head. by_costs: it weighs the tokens of a chain, at most LONGEST_CHAIN, against
     measured costs. paper: its number on arXiv.
     """

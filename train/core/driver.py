@@ -87,7 +87,7 @@ class TrainingRun:
         last_file: str | None = None,
         minutes: float | None = None,
     ) -> FitResult | None:
-        """Train `student` on `rows`, as `fit` does. Every process calls it.
+        """Train `student` on `rows` by `fit`. A resumed run must have the same `identity`. Every process calls it.
 
         saved_dtype: of the weights that the caller writes; evaluations then have `norms_moved`. keeps_best: the weights
         with the highest "tau" of all evaluations are put back (see `BestWeights`), else the last ones stay.
@@ -112,7 +112,7 @@ class TrainingRun:
             student, rows, config, self.out_dir, identity=identity, evaluate=evaluate_and_keep, minutes=minutes,
             resume=self.resume,
         )  # fmt: skip
-        if student.saved_part is not None:
+        if student.saved_part is not None:  # the caller writes its frozen parameters too
             sharding.make_whole(student.saved_part, frozen=True)
         if not self.is_main:
             return None

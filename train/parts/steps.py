@@ -27,7 +27,7 @@ class Predictions(NamedTuple):
 
     hidden: Tensor  # [n, H]: the outputs of the head
     labels: Tensor  # [n]: flat indices of the labels into [B, T]
-    steps: Tensor  # [n]
+    steps: Tensor  # [n]: the step of each, which is its token's number in a draft
 
 
 def loss_mask_per_step(labels: Tensor, documents: Tensor, steps: int) -> Tensor:

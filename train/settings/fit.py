@@ -17,7 +17,7 @@ NotNegative = Annotated[float, Ge(0)]
 
 @dataclass(frozen=True)
 class FitConfig(Settings):
-    """The training loop. Exactly one of `steps` (optimizer steps) and `epochs` is given."""
+    """The training loop, by either `steps` or `epochs`. `free`: affects no result. debug: the value in a rehearsal."""
 
     steps: Count | None = opt(None, "optimizer steps, or:", debug=always(2))
     epochs: Positive | None = opt(None, "passes over the rows; one of the two is null", debug=None)

@@ -35,7 +35,7 @@ class EarlyExitDraftModel(BesideTarget):
     `base` committed positions and nothing pending:
 
         extend(root), extend("a")     the session has rows 0 and 1, the exit's cache entries for them; "b" is drafted
-        run_tree(root; "a", "b")      the session adds row 2 for "b" and verifies: both are accepted
+        session.run_tree (decode.py)  the session adds row 2 for "b" and verifies: both are accepted
         commit([0, 1, 2], …)          the exit's cache keeps rows 0 and 1; the hidden state of row 2 is pending
         extend(root)                  the exit runs "b" and the new root: start = −1
     """
@@ -94,7 +94,7 @@ class EarlyExitDraftModel(BesideTarget):
 
 
 class EarlyExitPasses(EarlyExitDraftModel):
-    """The passes of an early exit that drafts several tokens in one (see `OnePass`).
+    """The passes of an early exit that drafts several tokens in one: `OnePass` runs the root and a mask for each other.
 
     They run the target's first layers over masks, too. So the session drops the whole pass, and the root runs again
     when the draft is verified. The exit's cache keeps the root.

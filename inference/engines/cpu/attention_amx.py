@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs
-"""Attention over bfloat16s by AMX, for 16 queries of a key head at once.
+"""Attention over bfloat16s by AMX, for 16 queries (`BLOCK`) of a key head at once.
 
-A step reads keys as they are stored: a register of 16 positions × 32 numbers, times queries, gives scores with
-positions in rows. These are transposed for the softmax. A float32 weight is replaced by two bfloat16s, whose sum it is:
-the nearest one and the remainder. 32 weights of each query fill one register, their remainders a second one. Values are
-interleaved by pairs of positions, as the instruction reads its right operand.
+A register has 16 lines of 32 bfloat16s (`STEP`), 64 bytes (`LINE`) each. Keys are read as they are stored: a register
+of 16 positions, times queries, gives scores with positions in rows. These are transposed for the softmax. A float32
+weight becomes two bfloat16s, whose sum it is: the nearest one and the remainder. 32 weights of each query fill one
+register, their remainders another. Values are interleaved by pairs of positions, as a right operand is read.
 """
 
 import numpy as np
@@ -254,7 +254,7 @@ def _weigh_values(context, scores, line, values, seen, nothing, work, block, col
     return types.void(scores, index, values, index, nothing, work, block, index), make
 
 
-# Offsets in a thread's workspace, in rows of D floats: queries, and later their results, [16, D]; queries as a right
+# Offsets in a thread's workspace `near`, in rows of D floats: queries, later their results, [16, D]; queries as a right
 # operand; intermediate scores or values, 2 KiB; keys, if fewer than 16 are left, [16, D]; zeros.
 _PACKED, _BETWEEN, _TAIL, _NOTHING, USED = 16, 24, 40, 48, 50
 

@@ -15,7 +15,7 @@ MOST_COLUMNS = 62  # most columns of this round: bits of an int64
 
 
 def row_maxima(scores: Tensor) -> tuple[Tensor, Tensor] | None:
-    """See `ops.row_maxima`."""
+    """The largest of each row of scores [n, V], and its first column; or NaN and its column."""
     if not _has_many(scores):
         return None
     values = scores.new_empty(len(scores))
@@ -23,7 +23,7 @@ def row_maxima(scores: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def likeliest(logits: Tensor) -> Tensor | None:
-    """See `ops.likeliest`."""
+    """The column [n] of the largest logit of each row [n, V]; −1 if it is not finite."""
     return _columns_of_largest(logits) if _has_many(logits) else None
 
 
@@ -33,7 +33,7 @@ def _has_many(scores: Tensor) -> bool:
 
 
 def _columns_of_largest(scores: Tensor, values: Tensor | None = None) -> Tensor:
-    """See `entries.maxima_entry`."""
+    """The first column of each row's largest number, which goes to `values`; without these −1 if it is not finite."""
     scores = scores.contiguous()
     columns, work = scores.new_empty(len(scores), dtype=torch.int64), torch.empty(2 * LANES)
     table = [0] * entries.TABLE
@@ -47,7 +47,7 @@ def _columns_of_largest(scores: Tensor, values: Tensor | None = None) -> Tensor:
 def likeliest_children(
     logits: Tensor, weights: Sequence[float], count: int, sharpness: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """See `ops.likeliest_children`."""
+    """The `count` largest of weights [n] · softmax(sharpness · logits [n, V]): values, rows, columns, [count] each."""
     rows, size = logits.shape
     is_supported = logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.bfloat16)
     if not is_supported or size < LANES or logits.requires_grad:
@@ -66,7 +66,7 @@ def likeliest_children(
 
 
 def ancestor_mask(seen: Sequence[int], past: int, columns: int, dtype: torch.dtype) -> Tensor | None:
-    """See `ops.ancestor_mask`. None for other dtypes, or more than `MOST_COLUMNS` columns of this round."""
+    """The additive mask [1, 1, n, past + columns]: row i sees `past` columns, and past + j if seen[i] has bit j."""
     if columns > MOST_COLUMNS or dtype not in (torch.float32, torch.bfloat16):
         return None
     bits, mask = torch.tensor(seen), torch.empty(1, 1, len(seen), past + columns, dtype=dtype)

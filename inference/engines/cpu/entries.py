@@ -57,7 +57,7 @@ THREAD, THREADS, ARRIVED, WEIGHTS, SCALES, BIASES, WORK, ROWS, INPUTS, OUTPUTS, 
 NORMS, HEAD_NORMS, EPS, LAYERS, HEADS, KEY_HEADS, WIDTH, INNER, COS, SIN, TEXTS = range(12, 23)
 COUNT, POSITIONS, PAST, START, STOP, MOST, VALUES = range(23, 30)
 TABLE = 30
-_WEIGHTS_IN: dict[NumberType, int] = {np.uint32: 2, np.uint64: 4, np.int64: 0}  # see `weights_in`
+_WEIGHTS_IN: dict[NumberType, int] = {np.uint32: 2, np.uint64: 4, np.int64: 0}  # weights in a stored number; 0: codes
 
 
 def parts_of(weight_type: NumberType, dtype: NumberType) -> int:

@@ -12,7 +12,7 @@ from numba.np.arrayobj import populate_array
 
 # Sums may be computed in any order, as all vectorised ones are. NaN stays NaN.
 FAST = {"reassoc", "contract", "arcp", "nsz"}
-# Not cached on disk: numba would check only the file of a function, not those of its callees. See `entries`.
+# Not cached on disk: numba would check only a function's own file. `entries` caches its callers by all files here.
 kernel = njit(nogil=True, _nrt=False, fastmath=FAST, error_model="numpy")  # type: ignore[call-overload]
 _SPINS = 4096  # polls of a counter before a waiting thread yields its core
 if hasattr(os, "sched_yield"):

@@ -227,7 +227,8 @@ PLANTED = {  # a rule, and what breaks it
     contract.WAITS: (FixedView, "masks", "base, depths = self", "int(self.upload.stop)\n    base, depths = self"),
     contract.STAYS: (FixedView, "masks", "return masks", "self.upload.kept = masks\n    return masks"),
     contract.WARM_UP: (
-        FixedView, "masks", "return masks", "return vars(self.upload).setdefault(f'{self.width} {self.key_count}', masks)",
+        FixedView, "masks", "return masks",
+        "return vars(self.upload).setdefault(f'{self.width} {self.key_count}', masks)",
     ),
     contract.REBOUND: (
         Arena, "buffer", "if (name, index) not in",
