@@ -57,7 +57,8 @@ def describe_serving(drafted: int, engine: str = "vllm", *, one_pass: bool = Fal
     engine can; the others run it for each. head: of an EAGLE-3 head in `engine` alone; SGLang drafts trees with it.
     """
     lines = [_SERVING[name] for name in (PLAIN_ENGINES if engine in PLAIN_ENGINES and not head else (engine,))]
-    parallel, numbers = '"parallel_drafting": true, ' if one_pass else "", {"drafted": drafted, "checked": drafted + 1}
+    parallel, runner = ('"parallel_drafting": true, ', "VLLM_USE_V2_MODEL_RUNNER=0 ") if one_pass else ("", "")
+    numbers = {"drafted": drafted, "checked": drafted + 1, "runner": runner}
     values = {"method": "draft_model", "algorithm": "STANDALONE", "topk": 1, "drafts": "draft-simple"} | numbers
     values["p_min"] = " --spec-draft-p-min 0.6"
     if head:
@@ -79,7 +80,7 @@ target.generate(**inputs, assistant_model=drafter)
     "vllm": """vLLM:
 
 ```
-vllm serve {target:shell} --speculative-config '{{"method": "%(method)s", "model": {path:json}, \
+%(runner)svllm serve {target:shell} --speculative-config '{{"method": "%(method)s", "model": {path:json}, \
 %(parallel)s"num_speculative_tokens": %(drafted)d}}'
 ```""",
     "sglang": """SGLang:

@@ -126,6 +126,10 @@ _FIELDS: dict[str, tuple[str, ...]] = {  # by the name of a command: the other f
         "train.settings.forecast:ForecastConfig", "say what longer trainings would gain, from short ones",
         "train.forecast:forecast",
     ),
+    "refit": (
+        "train.settings.refit:RefitConfig", "continue a drafter on recent traffic, and keep it if it drafts better",
+        "train.refit:refit", "", "train/refit.py",
+    ),
     "serve": (
         "inference.settings.tools:ServeConfig", "answer clients of OpenAI's API, drafting for the target",
         "server.app:serve",

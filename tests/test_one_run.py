@@ -33,6 +33,7 @@ OPTIONS = {
     "generate_responses": [f"target={TARGET}"],
     "measure_engine": [f"target={TARGET}", "method=prompt_lookup", "draft_tokens=[3]", "engine=transformers"],
     "pipeline": ["experiment=demo"],
+    "refit": [f"checkpoint={EARLY_EXIT}", f"logs={TARGET}/config.json"],
     "toy_target": [],
     "write_prompts": [f"target={TARGET}"],
 }

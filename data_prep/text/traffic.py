@@ -1,0 +1,73 @@
+"""Logs of conversations: read, checked, and split by time.
+
+A log is what `outrider serve log=` or generate-responses writes, or any file of conversations with answers. A line may
+also be a request with its response, of OpenAI's API: {"request": {"messages": […]}, "response": {"choices": […]}}.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from outrider.base.errors import UserError
+from outrider.data_prep.text.data_files import read_file, resolve_paths
+from outrider.data_prep.text.messages import Raw, SkipRecordError
+from outrider.data_prep.text.records import Counts, find_layout, learned_answers, split_key, to_record, warn_of_unused
+
+
+class Conversation(NamedTuple):
+    """A record of a log as trainings read it. first_turn: normalised."""
+
+    first_turn: str
+    raw: Raw
+
+
+def read_traffic(paths: Sequence[str]) -> list[Conversation]:
+    """The conversations in files and directories, the oldest first if all have "created", else in their order.
+
+    Raises `UserError` naming file and line for a line that is no JSON or no conversation. Warns of blank ones.
+    """
+    conversations, counts = list[Conversation](), Counts()
+    for path in resolve_paths(paths):
+        for number, raw in read_file(path):
+            try:
+                conversations.append(_to_conversation(raw, f"{path}:{number}"))
+            except SkipRecordError as skipped:
+                counts.refuse(skipped.reason, f"{path}:{number}: {skipped}")
+    warn_of_unused(counts, counts.first)
+    times = [time for conversation in conversations if isinstance(time := conversation.raw.get("created"), int | float)]
+    order = sorted(range(len(times)), key=times.__getitem__) if len(times) == len(conversations) else range(len(times))
+    return [conversations[index] for index in order]
+
+
+def split_newest(conversations: Sequence[Conversation], share: float) -> tuple[list[Conversation], list[Conversation]]:
+    """(older, newest) conversations; the newest are at least `share` of all.
+
+    Conversations with the same first turn stay together, and are as old as the first of them.
+    """
+    sizes: dict[str, int] = {}  # by first turn, the oldest first
+    for conversation in conversations:
+        sizes[conversation.first_turn] = sizes.get(conversation.first_turn, 0) + 1
+    newest, count = set[str](), 0
+    while sizes and count < share * len(conversations):
+        first_turn, size = sizes.popitem()
+        newest.add(first_turn)
+        count += size
+    older = [conversation for conversation in conversations if conversation.first_turn not in newest]
+    return older, [conversation for conversation in conversations if conversation.first_turn in newest]
+
+
+def _to_conversation(raw: object, where: str) -> Conversation:
+    raw = _join_response(raw)
+    record = to_record(raw, find_layout(raw, "auto", None, where), where)
+    if not isinstance(raw, dict) or ("messages" in record and not learned_answers(record["messages"])):
+        raise UserError(f"{where}: expected a conversation with an answer of the assistant")
+    return Conversation(split_key(record), raw)
+
+
+def _join_response(raw: object) -> object:
+    """A request with its response as a conversation of which only the response is learned; others unchanged."""
+    match raw:
+        case {"request": {"messages": [*turns], **options}, "response": {"choices": [choice, *_], **response}}:
+            earlier = [{**turn, "weight": 0} if turn.get("role") == "assistant" else turn for turn in turns]
+            facts = {"created": response.get("created"), "greedy": options.get("temperature") == 0}
+            return {"messages": [*earlier, choice["message"]], "finish": choice.get("finish_reason"), **facts}
+    return raw

@@ -1,0 +1,333 @@
+"""Continue a drafter on recent traffic, and keep the new version if it drafts better there.
+
+    outrider refit checkpoint=runs/small_lm target=MODEL logs=traffic.jsonl minutes=30
+
+`refit` is the whole story. The plan freezes the logs and holds out the newest conversations. The training is the one of
+the drafter's kind, as a step in a process of its own. Then both drafters replay the held-out answers. The new drafter
+is kept if the 95 % interval of its gain of τ is above 0:
+
+    current → versions/0002/drafter     the drafter in use, a link
+    versions/0001/                      plan.json, traffic/, drafter/, logs/; refit.json is written last
+"""
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    from outrider.commands import run_script
+
+    run_script("refit")
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from outrider.base.errors import UserError
+from outrider.base.files import digest_of, require_writable, write_atomically, write_json
+from outrider.base.progress import track_progress
+from outrider.base.run_dirs import check_identity, only_run
+from outrider.base.settings import construct, read_as
+from outrider.base.streams import Streams
+from outrider.commands import config_for
+from outrider.data_prep.text.documents import encode
+from outrider.data_prep.text.records import Counts, split_key
+from outrider.data_prep.text.settings import DataConfig
+from outrider.data_prep.text.sources import read_records
+from outrider.data_prep.text.traffic import read_traffic, split_newest
+from outrider.draft_models.ngrams.table import TrigramTable
+from outrider.draft_models.targets.model_spec import context_limit
+from outrider.draft_models.targets.open_target import OpenTarget, pick_device, pick_dtype
+from outrider.draft_models.targets.unseen_target import open_given
+from outrider.draft_models.targets.vocabulary import KWARGS, bind_arguments
+from outrider.inference.core.rounds import collect
+from outrider.inference.core.session import Session
+from outrider.inference.core.target_session import Runtime
+from outrider.inference.engines.packing import lay_out
+from outrider.inference.loading.drafters import Drafters, new_drafter, position_limits
+from outrider.inference.loading.models import load_stack, prepare_models
+from outrider.inference.loading.target_setup import no_drafter_in, open_target_of
+from outrider.inference.measure.replay import RecordedSession, replay
+from outrider.inference.measure.statistics import MIN_PROMPTS, bootstrap_tau_gain
+from outrider.inference.settings.kind import Kind
+from outrider.inference.settings.kinds import EARLY_EXIT, NGRAMS, SMALL_LM, kind_in
+from outrider.inference.settings.method import MethodConfig, preset
+from outrider.train import steps
+from outrider.train.settings.auto import TRAINABLE
+from outrider.train.settings.pipeline import LOGS, STEPS
+from outrider.train.settings.refit import RefitConfig
+
+VERSIONS, CURRENT, PLAN, RECORD, DRAFTER = "versions", "current", "plan.json", "refit.json", "drafter"
+OLDER, NEWEST = "traffic/older.jsonl", "traffic/newest.jsonl"  # conversations to train on, and to compare on
+# Options of a finished drafter's training with which it is continued.
+_CONTINUED = ("objective", "seq_len", "parallel", "position_weights", "draft_steps", "decode_prompts", "decode_tokens")
+_EPOCHS = 4  # over the traffic, at most: an evaluation on the way chooses the weights
+_REMEDY = "give another out_dir"
+
+
+@dataclass(frozen=True)
+class Version:
+    """How a version began. made_of: the options that decide it. start: the drafter that it continues.
+
+    template, arguments: by which conversations are rendered.
+    """
+
+    made_of: dict[str, object]
+    start: str
+    template: str
+    arguments: dict[str, object]
+
+    @property
+    def kind(self) -> Kind:
+        if (kind := kind_in(self.start)) is None:
+            raise UserError(f"checkpoint={self.start}: {no_drafter_in(Path(self.start))}")
+        return kind
+
+
+class Answer(NamedTuple):
+    """A held-out answer as token ids, and the first turn of its conversation."""
+
+    first_turn: str
+    prompt: list[int]
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """τ of the drafter before and after, and the 95 % interval of the gain, over `first_turns` held-out first turns.
+
+    greedy: whether all answers are logged as greedy. Of others τ counts the drafts that equal what the target drew.
+    """
+
+    first_turns: int
+    greedy: bool
+    before: float
+    after: float
+    gain: tuple[float, float]
+
+
+def refit(config: RefitConfig) -> None:
+    """Make a version, go on with a stopped one, or go back. Raises `UserError`, for bad input before it trains."""
+    out_dir = require_writable(config.out_dir)
+    with only_run(out_dir, "the versions of a drafter"):
+        if config.back:
+            go_back(out_dir)
+            return
+        folder = find_folder(out_dir, config.resume)
+        version = plan_version(config, out_dir, folder)
+        target = find_target(config, version)
+        training = plan_training(config, folder, version, target)
+        if not (folder / PLAN).exists():
+            freeze_traffic(config, folder, version)
+            write_json(folder / PLAN, asdict(version))
+        if not (folder / RECORD).exists():
+            steps.run_step(training, steps.read_records([training]), f"version {folder.name}", lambda _: None)
+            comparison = compare(folder, version, target, config.seed)
+            if comparison.gain[0] > 0:
+                make_current(out_dir, folder / DRAFTER)
+            write_json(folder / RECORD, asdict(comparison))
+        report(out_dir, folder, version)
+
+
+# --- plan
+
+
+def find_folder(out_dir: Path, resume: bool) -> Path:
+    """The folder of a new version, or with `resume` of the newest. Raises `UserError` if that one is not finished."""
+    folders = sorted(plan.parent for plan in (out_dir / VERSIONS).glob(f"*/{PLAN}"))
+    if folders and not (resume or (folders[-1] / RECORD).exists()):
+        raise UserError(f"out_dir={out_dir}: version {folders[-1].name} is not finished; resume=true goes on with it")
+    return folders[-1] if folders and resume else out_dir / VERSIONS / f"{len(folders) + 1:04}"
+
+
+def plan_version(config: RefitConfig, out_dir: Path, folder: Path) -> Version:
+    """The version in `folder`, if it has begun; else one that continues the current drafter, or first the one given."""
+    first, current = out_dir / VERSIONS / "0001", out_dir / CURRENT
+    if (first / PLAN).exists():
+        drafter = read_version(first).made_of["checkpoint"]
+        config.require("checkpoint", config.checkpoint == drafter, f"{drafter}, of which {out_dir} has versions")
+    if (folder / PLAN).exists():
+        version = read_version(folder)
+        check_identity(version.made_of, config.decisions(), folder / PLAN)
+        return version
+    start = os.path.realpath(current if current.exists() else str(config.checkpoint))
+    version = Version(config.decisions(), start, config.template or "tokenizer", {})
+    data = version.kind.load_plugin().training_record(start).data or {}
+    if config.template is None and "template" in data:
+        arguments = construct(dict[str, object], data.get(KWARGS, {}))
+        version = replace(version, template=str(data["template"]), arguments=arguments)
+    return version
+
+
+def read_version(folder: Path) -> Version:
+    return read_as(Version, folder / PLAN, "plan of a refit", _REMEDY)
+
+
+def find_target(config: RefitConfig, version: Version) -> OpenTarget:
+    """The model that wrote the answers, or only its tokenizer. Raises `UserError`."""
+    shared = version.kind.layers and config.tokenizer is not None
+    config.require("tokenizer", not shared, f"null and target=, of which an {version.kind.name} reads layers")
+    if version.kind == EARLY_EXIT:
+        return open_target_of(version.start, config.target, config.revision)
+    config.require_one()
+    return open_given(config, by_layers=version.kind.layers)
+
+
+def freeze_traffic(config: RefitConfig, folder: Path, version: Version) -> None:
+    """Write the conversations to train on, and those to compare on. Raises `UserError` for too few, and for bad lines.
+
+    A table does not count a conversation that it has counted in an earlier version.
+    """
+    conversations = read_traffic(config.logs)
+    older, newest = split_newest(conversations, config.heldout_share)
+    drafter = Path(version.start)
+    while version.kind == NGRAMS and (drafter.parent / PLAN).exists():
+        counted = {digest_of(conversation.raw) for conversation in read_traffic([str(drafter.parent / OLDER)])}
+        older = [conversation for conversation in older if digest_of(conversation.raw) not in counted]
+        drafter = Path(read_version(drafter.parent).start)
+    if not older or len({conversation.first_turn for conversation in newest}) < MIN_PROMPTS:
+        expected = f"some to learn from (there are {len(older)}), and {MIN_PROMPTS} newer first turns to compare on"
+        raise UserError(f"logs={','.join(config.logs)}: {len(conversations)} answers: expected {expected}")
+    for name, part in ((OLDER, older), (NEWEST, newest)):
+        require_writable((folder / name).parent)
+        write_atomically(folder / name, "".join(json.dumps(c.raw) + "\n" for c in part).encode())
+    counts = f"answers_to_learn={len(older)} answers_to_compare={len(newest)}"
+    print(f"refit version={folder.name} start={version.start} {counts}", flush=True)
+
+
+# --- train
+
+
+def plan_training(config: RefitConfig, folder: Path, version: Version, target: OpenTarget) -> steps.Step:
+    """The training of the drafter's kind as a step. Raises `UserError` for options that it refuses."""
+    kind, start = version.kind, version.start
+    command = STEPS["trigrams" if kind == NGRAMS else TRAINABLE[kind.name].step]
+    options: dict[str, object] = {"data": "responses", "data.path": folder / OLDER, "data.template": version.template}
+    options |= {f"data.{KWARGS}": version.arguments} if version.arguments else {}
+    by_tokenizer = kind == NGRAMS or not target.is_seen
+    options |= {"tokenizer" if by_tokenizer else "target": target.source, "revision": config.revision}
+    if kind == NGRAMS:
+        options |= add_counts(TrigramTable.open(start), start)
+    else:
+        record = kind.load_plugin().training_record(start).settings
+        options |= {name: record[name] for name in _CONTINUED if name in record}
+        options |= {"drafter": "pretrained", "drafter.path": start} if kind == SMALL_LM else {"start": start}
+        options |= {"minutes": config.minutes, "fit.epochs": _EPOCHS}
+        options |= {} if target.is_seen else {"objective": "cross_entropy", "position_weights": "none"}
+    words = steps.write_words({**options, **config.training, "out_dir": folder / DRAFTER, "resume": True})
+    settings, product = config_for(command.script, words), folder / DRAFTER / command.product
+    require_writable(folder / LOGS)
+    return steps.Step(DRAFTER, command.script, words, settings, product, words, [])
+
+
+def add_counts(table: TrigramTable, folder: str) -> dict[str, object]:
+    """Options by which the counts of the table in `folder` are added to the traffic's, of which rare n-grams stay."""
+    first, *_ = table.facts.get("merged") or [table.facts]
+    sizes = {"max_successors": first.get("max_successors"), "max_mb": table.facts.get("max_mb"), "min_count": 1}
+    shape = {"orders": sorted(table.levels), "suffixes": table.suffixes is not None}
+    return {"merge": [folder], "data.heldout_fraction": 0.0, **shape, **sizes}
+
+
+# --- compare
+
+
+def compare(folder: Path, version: Version, target: OpenTarget, seed: int) -> Comparison:
+    """Replay the held-out answers by both drafters."""
+    method = preset(f"{version.kind.name}/fixed" if version.kind.shaped else str(version.kind.preset))
+    answers = [*read_answers(folder, version, target)]
+    target = target.resize(max((max(answer.prompt + answer.ids) for answer in answers), default=0))
+    drafters, session = load_both(folder, version, target, method)
+    limits = [context_limit(target.config), *(limit for drafter in drafters for limit in position_limits(drafter))]
+    answers = [answer for answer in answers if len(answer.prompt + answer.ids) <= min(limits)]
+    rows = {first_turn: row for row, first_turn in enumerate(dict.fromkeys(answer.first_turn for answer in answers))}
+    if len(rows) < MIN_PROMPTS:
+        raise UserError(f"logs: {len(rows)} held-out first turns fit the context: expected {MIN_PROMPTS} or more")
+    counts = np.zeros((3, len(rows)), int)  # [3, n], by first turn: tokens after the prefill's, rounds before and after
+    for answer in track_progress(answers, "replaying held-out answers", "answers"):
+        size, streams = len(answer.ids), Streams(seed)
+        replays = (
+            replay(new_drafter(method, d, streams), answer.prompt, answer.ids, max_new_tokens=size, session=session)
+            for d in drafters
+        )
+        counts[:, rows[answer.first_turn]] += (size - 1, *(len(collect(rounds).rounds) for rounds in replays))
+    tokens, before, after = counts.sum(1).tolist()
+    gain = bootstrap_tau_gain(counts, Streams(seed).arrays("gain"))
+    greedy = all(conversation.raw.get("greedy") is True for conversation in read_traffic([str(folder / NEWEST)]))
+    return Comparison(len(rows), greedy, tokens / before, tokens / after, gain)
+
+
+def load_both(
+    folder: Path, version: Version, target: OpenTarget, method: MethodConfig
+) -> tuple[list[Drafters], Callable[[int, int, int], Session]]:
+    """The drafter before and after, and what makes the sessions of replays: with the target only where they share its
+    layers."""
+    kind, device = version.kind, pick_device("auto")
+    plugin, dtype = kind.load_plugin(), pick_dtype("auto", target.config, device)
+    paths = (version.start, str(folder / DRAFTER))
+    models = [plugin.load(path, target, {kind.name: method}, dtype=dtype, device=device) for path in paths]
+    drafters: list[Drafters] = [{kind.name: model} for model in models]
+    if kind.layers:
+        stack = load_stack(target, None, dtype, device, by_layers=True)
+        for drafter in drafters:
+            prepare_models(stack, drafter)
+        return drafters, partial(Runtime().session, stack)
+    for model in models if kind.shaped else ():
+        lay_out(model, device)
+    return drafters, partial(RecordedSession, vocabulary=target.config.vocab_size, device=device)
+
+
+def read_answers(folder: Path, version: Version, target: OpenTarget) -> Iterator[Answer]:
+    """The held-out answers of two tokens or more."""
+    tokenizer = bind_arguments(target.tokenizer, version.arguments, version.template)
+    data = DataConfig(source="local", path=str(folder / NEWEST), heldout_fraction=0.0)
+    for record in read_records(data, "train"):
+        for ids, supervised, _ in encode([record], tokenizer, version.template, Counts()):
+            edges = np.flatnonzero(np.diff(supervised, prepend=False, append=False))  # begin and end of each answer
+            for begin, end in edges.reshape(-1, 2).tolist():
+                start = max(1, begin)  # of a text that is learned as a whole
+                if end - start > 1:
+                    yield Answer(split_key(record), ids[:start].tolist(), ids[start:end].tolist())
+
+
+# --- keep
+
+
+def make_current(out_dir: Path, drafter: Path) -> None:
+    """Let the link `current` name a drafter: the old one or the new one at any time."""
+    temporary, path, root = out_dir / f".{CURRENT}", drafter.resolve(), out_dir.resolve()
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(path.relative_to(root) if path.is_relative_to(root) else path)
+    os.replace(temporary, out_dir / CURRENT)
+
+
+def go_back(out_dir: Path) -> None:
+    """Return to the drafter that the current one continues."""
+    current = (out_dir / CURRENT).resolve()
+    if not (current.parent / PLAN).exists():
+        raise UserError(f"out_dir={out_dir}: its current drafter continues no other; there is nothing to go back to")
+    make_current(out_dir, Path(read_version(current.parent).start))
+    print(f"refit back from={current}\n{describe_swap(out_dir)}", flush=True)
+
+
+def report(out_dir: Path, folder: Path, version: Version) -> None:
+    """Print the comparison, and how servers get the new drafter if it is kept."""
+    result = read_as(Comparison, folder / RECORD, "record of a refit", _REMEDY)
+    low, high = result.gain
+    taus = f"tau_before={result.before:.3f} tau_after={result.after:.3f} gain=[{low:.3f},{high:.3f}]"
+    print(f"refit version={folder.name} first_turns={result.first_turns} greedy={result.greedy} {taus} kept={low > 0}")
+    stays = f"the gain is not above 0: the drafter stays {version.start}"
+    print(describe_swap(out_dir) if low > 0 else stays, flush=True)
+
+
+def describe_swap(out_dir: Path) -> str:
+    """How servers get the current drafter, as text."""
+    path = str((out_dir / CURRENT).resolve())
+    request = f"-H 'Content-Type: application/json' -d '{json.dumps({'checkpoint': path})}'"
+    return f"""current drafter: {path}
+in a running outrider serve: curl http://localhost:8000/v1/drafter {request}
+in llama-server or vLLM: outrider export checkpoint={path} target=MODEL engine=ENGINE out_dir=FOLDER,
+    and start the server by the line in README.md of FOLDER
+in a running vLLM 0.33, a small LM or an EAGLE-3 head: VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config let a process
+    with a GPU send the weights, after POST /start_draft_weight_update"""
