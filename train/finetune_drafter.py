@@ -48,7 +48,7 @@ from outrider.train.parts.memory import fit_memory
 from outrider.train.parts.objective import draft_loss, load_taught_rows
 from outrider.train.parts.on_policy import OnPolicy
 from outrider.train.parts.parallel import ONE_A_PASS, DraftRows, Parallel
-from outrider.train.parts.recorded_answers import are_greedy_answers, recorded_texts
+from outrider.train.parts.recorded_answers import are_greedy, recorded_texts
 from outrider.train.settings.drafters import FinetuneConfig
 
 
@@ -136,7 +136,7 @@ def load_prompts(
     texts = [text for text in texts if len(text.prompt) <= longest]
     config.require("decode_prompts", bool(texts), "held-out answers after prompts that leave room for decode_tokens")
     tau_of = "teacher-forced, on text that may differ from the target's greedy answers"
-    if written and are_greedy_answers(target, config.data):
+    if written and are_greedy(config.data):
         tau_of = "that of greedy decoding, by replay of the target's recorded answers"
     say(f"finetune_drafter answers={len(texts)} eval_tau is {tau_of}")
     return Decoding(texts, config.decode_tokens, end_tokens(target)), tau_of

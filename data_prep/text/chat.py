@@ -212,8 +212,14 @@ def is_greedy_run(run: Mapping[str, object]) -> bool:
 def records_of_runs(data: DataConfig) -> dict[Path, dict[str, object]]:
     """The records of the runs that made the files of `data`, by directory, as far as they are there."""
     paths = resolve_paths(data.path if data.source == "local" else ())
-    folders = sorted({path.parent for path in paths if (path.parent / RUN_FILE).is_file()})
-    return {folder: read_mapping(folder / RUN_FILE, "record of a run", "remove it") for folder in folders}
+    runs = {folder: run_beside(folder / RUN_FILE) for folder in sorted({path.parent for path in paths})}
+    return {folder: run for folder, run in runs.items() if run is not None}
+
+
+def run_beside(file: Path) -> dict[str, object] | None:
+    """The record of the run that made a file, if it is there."""
+    path = file.with_name(RUN_FILE)
+    return read_mapping(path, "record of a run", "remove it") if path.is_file() else None
 
 
 def warn_of_template(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.base.errors import UserError
-from outrider.base.files import read_mapping
-from outrider.data_prep.text.chat import VICUNA_SYSTEM, is_greedy_run
-from outrider.data_prep.text.data_files import RESPONSES, RUN_FILE, read_file
+from outrider.data_prep.text.chat import VICUNA_SYSTEM, is_greedy_run, run_beside
+from outrider.data_prep.text.data_files import RESPONSES, read_file
 from outrider.data_prep.text.messages import replace_surrogates
 from outrider.data_prep.text.prompts import Prompt
 from outrider.data_prep.text.records import find_layout, to_record
@@ -123,8 +122,7 @@ def read_responses(source: str, vocabulary: Vocabulary) -> list[RecordedTurn]:
 
 
 def _read_turns(file: Path, vocabulary: Vocabulary) -> Iterator[RecordedTurn]:
-    run = file.with_name(RUN_FILE)
-    greedy = run.is_file() and is_greedy_run(read_mapping(run, "record of a run", "remove it"))
+    greedy = (run := run_beside(file)) is not None and is_greedy_run(run)
     for line, raw in read_file(file):
         where = f"{file}:{line}"
         record = to_record(raw, find_layout(raw, "auto", None, where), where)

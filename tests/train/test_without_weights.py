@@ -140,6 +140,8 @@ def test_recorded_texts_are_the_targets_prompts_and_greedy_answers(
         said = Decoding([TextToContinue(text.prompt) for text in texts], 20, {END}).answer(stack).texts
         assert written
         assert texts
+        if tokenizer == target:  # by another template the prompts are not those that were answered
+            assert not recorded_texts(replace(data, template="vicuna"), load_tokenizer(str(tokenizer)), 6)[1]
         return [text.answer for text in said] == [text.answer and text.answer[:20] for text in texts]
 
     cases = [(folder / "greedy", folder / "tokenizer"), (tmp_path / "talks", target)]
@@ -182,10 +184,18 @@ def test_a_drafter_is_trained_and_chosen_without_weights(
 def test_text_that_is_not_the_targets_greedy_answers_is_told(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Sampled answers, a run without a record, and text of others."""
+    """Sampled answers, answers of which no record says that they are greedy, and text of others."""
     shutil.copytree(folder / "greedy", folder / "anonymous", ignore=shutil.ignore_patterns("*.json", "skipped*"))
     (folder / "foreign").mkdir()
     (folder / "foreign/text.jsonl").write_bytes((folder / "text.jsonl").read_bytes())
+    (folder / "logged").mkdir()
+    lines = "".join(path.read_text() for path in sorted((folder / "greedy").glob("responses-*.jsonl"))).splitlines()
+    (folder / "logged/log.jsonl").write_text(
+        "".join(json.dumps({**json.loads(line), "greedy": True}) + "\n" for line in lines)
+    )
+    logged = unseen(folder, tmp_path / "logged", answers="logged")
+    finetune_drafter(logged)
+    assert record_of(logged)["settings"]["tau_of"].startswith("that of greedy decoding, by replay")
     for answers in ("sampled", "anonymous", "foreign"):
         run = unseen(folder, tmp_path / answers, answers=answers)
         finetune_drafter(run)

@@ -6,9 +6,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from outrider.base.errors import UserError
-from outrider.data_prep.text.chat import is_greedy_run, records_of_runs, templates_of_run
-from outrider.data_prep.text.data_files import resolve_paths
-from outrider.data_prep.text.documents import Document, encode
+from outrider.data_prep.text.chat import is_greedy_run, records_of_runs, run_beside, templates_of_run
+from outrider.data_prep.text.data_files import read_file, resolve_paths
+from outrider.data_prep.text.documents import Document, encode, origin_digests
 from outrider.data_prep.text.records import Counts
 from outrider.data_prep.text.settings import DataConfig
 from outrider.data_prep.text.sources import read_records
@@ -36,7 +36,8 @@ def recorded_texts(
             answers = [first_answer(document) for document in encode([record], bound, part.template, Counts())]
             answers = [text for text in answers if text.answer and len(text.answer) > 1][:1]
             texts += answers
-            written &= "written" in record or not answers
+            origin = (ids.tokenizer, ids.template) if (ids := record.get("written")) else None
+            written &= not answers or origin == origin_digests(record, bound, part.template)
     return texts, written
 
 
@@ -49,26 +50,22 @@ def first_answer(document: Document) -> TextToContinue:
     return TextToContinue(ids[:first].tolist(), ids[first : first + count].tolist())
 
 
+def are_greedy(data: DataConfig) -> bool:
+    """Whether the records of runs, or else of the answers, say that all answers in the files of `data` are greedy."""
+    parts = [part for _, _, part in data.parts()] or [data]
+    paths = [path for part in parts for path in resolve_paths(part.path if part.source == "local" else ())]
+    return all(part.source == "local" for part in parts) and all(map(_is_greedy_file, paths))
+
+
+def _is_greedy_file(path: Path) -> bool:
+    run = run_beside(path)
+    flags = (isinstance(record, dict) and record.get("greedy") is True for _, record in read_file(path, Counts()))
+    return all(flags) if run is None else is_greedy_run(run)
+
+
 def require_answers_of(target: OpenTarget, data: DataConfig) -> None:
     """Raise `UserError` where the responses that `data` names are not greedy or are of another target or template,
     according to the records of the runs that made them."""
-    for folder, faults in faults_of_answers(target, data).items():
-        if faults:
-            raise UserError(f"data.path={folder}: these answers are {faults}; {_REMEDY}")
-
-
-def are_greedy_answers(target: OpenTarget, data: DataConfig) -> bool:
-    """Whether the records of runs say that all of `data` are greedy answers of the target, by the same template."""
-    parts = [part for _, _, part in data.parts()] or [data]
-    folders = [{path.parent for path in resolve_paths(part.path)} for part in parts]
-    faults = [faults_of_answers(target, part) for part in parts]
-    recorded = all(names and names == found.keys() for names, found in zip(folders, faults, strict=True))
-    return recorded and not any(fault for found in faults for fault in found.values())
-
-
-def faults_of_answers(target: OpenTarget, data: DataConfig) -> dict[Path, str]:
-    """What keeps the responses of each run from being greedy answers of the target by `data.template`; "": nothing."""
-    faults_of_runs = dict[Path, str]()
     for folder, run in records_of_runs(data).items():
         model = run.get("model")
         differs = target.is_seen and isinstance(model, dict) and bool(model_differences(model, target.identity))
@@ -81,5 +78,6 @@ def faults_of_answers(target: OpenTarget, data: DataConfig) -> dict[Path, str]:
             f"of another target than {target.source}": differs,
             f"of another template than {data.template}": bool(templates_of_run(run, tokenizer) - right),
         }
-        faults_of_runs[folder] = " and ".join(what for what, is_so in wrong.items() if is_so)
-    return faults_of_runs
+        faults = " and ".join(what for what, is_so in wrong.items() if is_so)
+        if faults:
+            raise UserError(f"data.path={folder}: these answers are {faults}; {_REMEDY}")
