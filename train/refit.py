@@ -63,7 +63,7 @@ VERSIONS, CURRENT, PLAN, RECORD, DRAFTER = "versions", "current", "plan.json", "
 OLDER, NEWEST = "traffic/older.jsonl", "traffic/newest.jsonl"  # conversations to train on, and to compare on
 # Options of a finished drafter's training with which it is continued.
 _CONTINUED = ("objective", "seq_len", "parallel", "position_weights", "draft_steps", "decode_prompts", "decode_tokens")
-_EPOCHS = 4  # over the traffic, at most: an evaluation on the way chooses the weights
+_EPOCHS, _HELDOUT = 4, 0.1  # of a training: most passes over the traffic, and the share that chooses the weights
 _REMEDY = "give another out_dir"
 
 
@@ -214,7 +214,7 @@ def plan_training(config: RefitConfig, folder: Path, version: Version, target: O
         record = kind.load_plugin().training_record(start).settings
         options |= {name: record[name] for name in _CONTINUED if name in record}
         options |= {"drafter": "pretrained", "drafter.path": start} if kind == SMALL_LM else {"start": start}
-        options |= {"minutes": config.minutes, "fit.epochs": _EPOCHS}
+        options |= {"minutes": config.minutes, "fit.epochs": _EPOCHS, "data.heldout_fraction": _HELDOUT}
         options |= {} if target.is_seen else {"objective": "cross_entropy", "position_weights": "none"}
     words = steps.write_words({**options, **config.training, "out_dir": folder / DRAFTER, "resume": True})
     settings, product = config_for(command.script, words), folder / DRAFTER / command.product
