@@ -72,8 +72,7 @@ def keep_codes(
     """Replace the linear layers and the embedding of `model` whose weights `codes` has. The model is on meta.
 
     codes: name in the file → rows, or None. name_of: the model's tensors → names in the file. dtype: of activations.
-    Returns the part of `name_of` that is still to be read. A tied head gets the rows of the embedding, and the model's
-    config is then untied.
+    Returns the part of `name_of` still to be read. A tied head gets the embedding's rows; the config is then untied.
     """
     unread, modules = dict(name_of), dict(model.named_modules())
     head, embed = model.get_output_embeddings(), model.get_input_embeddings()
