@@ -71,7 +71,7 @@ _FIELDS: dict[str, tuple[str, ...]] = {  # by the name of a command: the other f
     ),
     "replay": (
         "inference.settings.evaluate:ReplayConfig", "the exact τ of n-grams and small LMs from recorded answers",
-        "inference.measure.replay:replay_answers", "commands.composing:add_methods",
+        "inference.evaluate.replaying:replay_answers", "commands.composing:add_methods",
     ),
     "compare_reports": (
         "inference.settings.tools:CompareConfig", "compare two finished evaluations, prompt by prompt",

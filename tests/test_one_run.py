@@ -29,6 +29,7 @@ OPTIONS = {
     "evaluate_checkpoint": [f"checkpoint={EARLY_EXIT}", "method=eesd_fixed", "prompt_text=[hello]"],
     "export": [f"checkpoint={EAGLE3}", f"target={TARGET}"],
     "finetune_drafter": [f"target={TARGET}"],
+    "forecast": [f"target={TARGET}", f"answers={TARGET}/config.json", "prompts=mt_bench"],
     "fetch_target": [],
     "generate_responses": [f"target={TARGET}"],
     "measure_engine": [f"target={TARGET}", "method=prompt_lookup", "draft_tokens=[3]", "engine=transformers"],

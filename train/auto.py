@@ -10,7 +10,10 @@ from outrider.train.settings.auto import AutoConfig
 def make_drafter(config: AutoConfig) -> None:
     """Announce the command, then carry it out."""
     # Imported once the config is known to be good: torch takes seconds, on a busy machine a minute.
-    print(f"auto target={config.target} minutes={config.minutes:g} out_dir={config.out_dir}: starting", flush=True)
+    print(
+        f"auto target={config.server or config.target} minutes={config.minutes:g} out_dir={config.out_dir}: starting",
+        flush=True,
+    )
     from outrider.train.auto_run import run_auto
 
     run_auto(config, config_for)

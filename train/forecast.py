@@ -75,14 +75,14 @@ def forecast(config: ForecastConfig) -> None:
 
     Raises `UserError`, before anything is trained, for inputs that a step could not use.
     """
-    records, folder = count_records(config.answers), require_writable(config.out_dir)
-    shares = [*config.shares, *([1.0] if config.outcome else [])]
-    pipelines = [pipeline_of(config, share, records) for share in shares]
-    plans = [plan_steps(pipeline, config_for) for pipeline in pipelines]
-    for pipeline, plan in zip(pipelines, plans, strict=True):
-        check_steps(pipeline, plan)
+    folder = require_writable(config.out_dir)
     with only_run(folder, "a forecast"):
         require_free(folder, config.leaves, config.resume)
+        records, shares = count_records(config.answers), [*config.shares, *([1.0] if config.outcome else [])]
+        pipelines = [pipeline_of(config, share, records) for share in shares]
+        plans = [plan_steps(pipeline, config_for) for pipeline in pipelines]
+        for pipeline, plan in zip(pipelines, plans, strict=True):
+            check_steps(pipeline, plan)
         reports: dict[float, list[MethodReport]] = {}
         for share, pipeline, plan in zip(shares, pipelines, plans, strict=True):
             run_pipeline(pipeline, plan)

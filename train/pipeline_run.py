@@ -18,6 +18,7 @@ from outrider.base.run_dirs import clear, only_run, require_free, require_rehear
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.settings import TARGET
+from outrider.draft_models.targets.unseen_target import open_unseen
 from outrider.inference.loading.rehearsal import check_inputs, shrink
 from outrider.inference.measure.threads import warn_if_busy
 from outrider.inference.measure.time_limit import TimeLimit
@@ -42,10 +43,12 @@ def plan_steps(config: PipelineConfig, config_for: ConfigFor) -> list[Step]:
 
 def size_limits(config: PipelineConfig) -> dict[str, int]:
     """By option, the most that the target allows; nothing for a target that a step makes, or that cannot be opened."""
+    tokenizer = config.steps.get("responses", {}).get("tokenizer")  # of a target whose weights are elsewhere
     try:
-        if config.target is None:
+        if config.target is None and tokenizer is None:
             return {}
-        target = open_target(config.target, by_layers=False).config
+        opened = open_target(config.target, by_layers=False) if config.target else open_unseen(str(tokenizer))
+        target = opened.config
     except UserError:  # the checks of the steps raise it again, with the step's name
         return {}
     context = context_limit(target)
@@ -177,9 +180,10 @@ def _sum_seconds(records: Records) -> float:
 
 
 def _limit_last(step: Step, records: Records, limit: TimeLimit) -> Step:
-    """`step`, a report, limited to the time left, without the minutes of its loading."""
+    """`step`, limited to the time left, without the minutes of its loading, if it is a report."""
     record, settings = records.get(step.name), step.settings
-    assert isinstance(settings, EvaluateConfig)
+    if not isinstance(settings, EvaluateConfig):
+        return step
     # A report's limit is for all its runs: add the seconds of its stopped runs, which `limit` has counted as spent.
     earlier = record.seconds if record and not record.finished else 0.0
     loading = (step.expected or 0.0) - (settings.minutes or 0.0)

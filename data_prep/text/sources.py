@@ -55,8 +55,8 @@ def read_records(
             count += 1
             identity = f"{name}:{number}" if number else name
             try:
-                other = isinstance(raw, dict) and "written" in raw and layout is not None and layout.column not in raw
-                if (layout is None and (config.layout == "prompts" or not isinstance(raw, str))) or other:
+                has_ids = isinstance(raw, dict) and "written" in raw and layout is not None and layout.column not in raw
+                if (layout is None and (config.layout == "prompts" or not isinstance(raw, str))) or has_ids:
                     layout = _choose_layout(raw, config, asking, identity)
                     if config.layout == "auto" and layout not in detected:
                         detected.add(layout)

@@ -74,7 +74,7 @@ def open_unseen(source: str, revision: str | None = None) -> OpenTarget:
 
 def open_given(config: TargetOrTokenizer, *, by_layers: bool = True) -> OpenTarget:
     """The target in the options of a command, or the tokenizer in its place. by_layers: see `open_target`."""
-    if config.tokenizer is not None:
+    if isinstance(config, TargetOrTokenizer) and config.tokenizer is not None:
         return open_unseen(config.tokenizer, config.revision)
     return open_target(str(config.target), config.revision, by_layers=by_layers)
 

@@ -19,11 +19,9 @@ from transformers import PreTrainedModel
 from outrider.base.files import write_atomically
 from outrider.base.streams import Streams
 from outrider.data_prep.text.prompts import Prompt
-from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.inference.audit.answers import ServedAnswer
 from outrider.inference.audit.audit import judge_arm, score_answers
 from outrider.inference.batch.server import RETOKENISED
-from outrider.inference.core.rounds import Generation, Round
 from outrider.inference.drafters.ngrams.drafter import open_table
 from outrider.inference.evaluate.engine_blocks import (
     FOLDER,
@@ -39,11 +37,11 @@ from outrider.inference.evaluate.planning import EvaluationPlan, begin_evaluatio
 from outrider.inference.evaluate.reporting import EnginePart, write_report
 from outrider.inference.loading.models import load_reference
 from outrider.inference.loading.target_setup import TargetSetup
+from outrider.inference.measure.replay import replay_chains
 from outrider.inference.measure.results import PromptResult, finished_results
 from outrider.inference.measure.threads import judge_load
 from outrider.inference.report.served import EngineRun, served_row
 from outrider.inference.report.types import DRAFTED, PLAIN, UNREAD, ServedJudgement
-from outrider.inference.serving.proposer import chain_rounds
 from outrider.inference.settings.engine import EngineConfig, draft_length
 from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import MethodConfig
@@ -113,7 +111,8 @@ def _collect_run(
     if KINDS[method.source].vllm_method == "custom_class":  # our table in vLLM: it drafts chains there, but trees here
         vocabulary = setup.target.vocabulary_digest, setup.target.vocabulary_size
         table = open_table(str(config.where(KINDS[method.source])), *vocabulary)
-        here = [_replay_chains(table, draft_length(method), result) for result in results]
+        texts_here = ((result.prompt, result.generations[result.reference].tokens) for result in results)
+        here = [replay_chains(table, prompt, text, draft_length(method)) for prompt, text in texts_here]
     return EngineRun(
         engine=" and ".join(sorted({block.version for block in blocks})),
         options=config.engine_options,
@@ -132,17 +131,6 @@ def _collect_run(
 def _position(result: PromptResult) -> int:
     """The position in the run of the prompt that an engine continued."""
     return int(str(result.conversation))
-
-
-def _replay_chains(table: TrigramTable, max_draft: int, result: PromptResult) -> Generation:
-    """The engine's text in the rounds that chains of `max_draft` tokens from the table give, so that the acceptance
-    of drafts of one shape is compared. Nothing is decoded, so all times are 0."""
-    text = result.generations[result.reference].tokens
-    rounds = tuple(
-        Round(tokens, drafted=length, accepted=len(tokens) - 1, depth=length, seconds=0.0)
-        for length, tokens in chain_rounds(table, result.prompt, text, max_draft)
-    )
-    return Generation(text, prefill_seconds=0.0, decode_seconds=0.0, rounds=rounds)
 
 
 def judge_served(

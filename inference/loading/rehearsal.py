@@ -155,18 +155,15 @@ def check_inputs(config: Any, is_checked: Callable[[str], bool]) -> "PreTrainedC
     is_checked: whether to check the option with this dotted key. Raises `UserError` for unusable inputs.
     """
     target, tokenizer = None, None
-    if getattr(config, "target", None) is not None and is_checked("target"):
-        from outrider.draft_models.targets.open_target import open_target  # imports torch, as above
-
-        target = open_target(config.target, config.revision, by_layers=getattr(config, "by_layers", False))
-        tokenizer = target.tokenizer
     encoder = getattr(config, "tokenizer", None)
-    if encoder is not None and is_checked("tokenizer"):
+    if reads_encoder := encoder is not None and is_checked("tokenizer"):
         open_encoder(encoder, config.revision)
-        if isinstance(config, TargetOrTokenizer):
-            from outrider.draft_models.targets.unseen_target import open_unseen  # imports torch, as above
+    is_unseen = reads_encoder and isinstance(config, TargetOrTokenizer)
+    if is_unseen or (getattr(config, "target", None) is not None and is_checked("target")):
+        from outrider.draft_models.targets.unseen_target import open_given  # imports torch, as above
 
-            tokenizer = open_unseen(encoder, config.revision).tokenizer
+        opened = open_given(config, by_layers=getattr(config, "by_layers", False))
+        target, tokenizer = None if is_unseen else opened, opened.tokenizer
     data: DataConfig | None = getattr(config, "data", None)
     parts = [] if data is None else [(f"data.mix.{name}", part) for name, _, part in data.parts()] or [("data", data)]
     for key, part in parts:

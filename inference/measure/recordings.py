@@ -135,5 +135,5 @@ def _read_turns(file: Path, vocabulary: Vocabulary) -> Iterator[RecordedTurn]:
         for number, (ids, begin, end) in enumerate(spans, 1):
             ended = number < len(spans) or not record.get("truncated")
             name = f"{facts.get('id', line)}" + ("" if number == 1 else f"/turn{number}")
-            category, known = "chat" if "messages" in record else "text", bool(facts.get("greedy", greedy))
-            yield RecordedTurn(name, category, tuple(ids[:begin]), tuple(ids[begin:end]), ended, known)
+            category, is_greedy = "chat" if "messages" in record else "text", bool(facts.get("greedy", greedy))
+            yield RecordedTurn(name, category, tuple(ids[:begin]), tuple(ids[begin:end]), ended, is_greedy)

@@ -5,29 +5,20 @@ tokens, or also the target's first layers; no other weights are needed. The loop
 The session runs only the layers that the drafter shares with the target, and the selector chooses the recorded tokens.
 τ along a sampled answer is teacher-forced: a draft is accepted if it is what the target happened to sample.
 
-The command `replay_answers` has the phases of an evaluation, without a target: `recordings` (plan), `replay_turns`
-(measure), `replay_report` (judge) and `write_replay` (write).
+The command is in `inference.evaluate.replaying`.
 """
 
-import statistics
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from outrider.base.errors import UserError
-from outrider.base.files import require_writable, write_atomically, write_json
-from outrider.base.machine import describe_machine
 from outrider.base.progress import track_progress
-from outrider.base.run_dirs import only_run
 from outrider.base.streams import Streams
-from outrider.base.words import Columns, fill_table
-from outrider.data_prep.text.prompts import read_prompts, spread_evenly
-from outrider.draft_models.early_exit.checkpoint import provenance
+from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.draft_models.targets.open_target import pick_device
 from outrider.draft_models.targets.unseen_target import open_unseen
 from outrider.inference.core.decode import cut, decode_rounds
@@ -42,33 +33,14 @@ from outrider.inference.loading.drafters import Drafters, load_drafters, new_dra
 from outrider.inference.measure.recordings import (
     RecordedTurn,
     Vocabulary,
-    load_vocabulary,
-    read_responses,
-    read_transcripts,
-    recordings,
 )
-from outrider.inference.measure.statistics import (
-    DecodeStatistics,
-    DepthAcceptance,
-    Loops,
-    acceptance_by_position,
-    count_loops,
-    decode_statistics,
-    loop_length,
-    structure_statistics,
-)
+from outrider.inference.serving.proposer import chain_rounds
+from outrider.inference.settings.engine import draft_length
 from outrider.inference.settings.evaluate import ReplayConfig
 from outrider.inference.settings.kinds import SMALL_LM
 from outrider.inference.settings.method import MethodConfig
 
 CPU = torch.device("cpu")
-REPLAYED: Columns = {
-    "method": ("{method}", ""),
-    "τ": ("{tau:.3f?}", ""),
-    "τ without loops": ("{tau_without_loops:.3f?}", ""),
-    "drafted/round": ("{drafted_tokens_per_round:.1f}", ""),
-    "draft µs": ("{draft_us:.0f}", ""),
-}
 
 
 class RecordedSession(WholeSession):
@@ -158,60 +130,6 @@ def replay(
     yield from decode_rounds(recorded_session, drafter, selector, prompt, max_new_tokens, eos, clock)
 
 
-# ----------------------------------------------------------------------------------------------------------- report
-
-
-@dataclass(frozen=True, kw_only=True)
-class TurnsReplay(DecodeStatistics):
-    """The figures of a method on recorded turns."""
-
-    loops: Loops
-
-
-@dataclass(frozen=True, kw_only=True)
-class MethodReplay(TurnsReplay):
-    """The figures of a method on all recorded turns. draft_us: median microseconds that a round spent drafting.
-
-    greedy_turns: those whose answers are known to be greedy. τ of the others is teacher-forced.
-    """
-
-    method: str
-    turns: int
-    greedy_turns: int
-    tokens: int
-    structure: Mapping[str, float]
-    draft_us: float | None
-    acceptance_by_position: tuple[DepthAcceptance, ...]
-    tau_without_loops: float
-    by_category: Mapping[str, TurnsReplay]
-    settings: MethodConfig
-
-
-def replay_answers(config: ReplayConfig) -> list[MethodReplay]:
-    """Replay every method of `config` over recorded answers, and write report.json and report.md to `config.out_dir`.
-
-    The report gives τ, overall and by category, and the drafting time of a round. Speed-ups would need a target.
-    """
-    prompts = None if config.prompts is None else read_prompts(config.prompts, limit=config.num_prompts)
-    out_dir = require_writable(config.out_dir)
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    with only_run(out_dir, "results"):
-        vocabulary = load_vocabulary(config.tokenizer)
-        if prompts is None:
-            turns = read_responses(config.transcripts, vocabulary)
-            turns = spread_evenly(turns, config.num_prompts or len(turns))
-        else:
-            turns = recordings(prompts, read_transcripts(config.transcripts), vocabulary)
-        drafters, session = load_replayed(config, vocabulary, turns)
-        reports = [
-            replay_report(name, method, turns, replay_turns(name, method, drafters, turns, config, session))
-            for name, method in config.methods.items()
-        ]
-        write_replay(config, out_dir, reports)
-    return reports
-
-
 def load_replayed(
     config: ReplayConfig, vocabulary: Vocabulary, turns: Sequence[RecordedTurn]
 ) -> tuple[Drafters, Callable[[int, int, int], Session]]:
@@ -241,7 +159,11 @@ def replay_turns(
     The budget is max_new_tokens, or the length of a longer answer, so drafts do not know where an answer ends.
     """
     generations = []
+    table = drafters.get(method.source)
     for turn in track_progress(turns, f"replaying by {name}", "turns"):
+        if config.draft_tokens and isinstance(table, TrigramTable):  # it drafts chains in an engine, but trees here
+            generations.append(replay_chains(table, turn.prompt, turn.answer, draft_length(method)))
+            continue
         drafter = new_drafter(method, drafters, Streams(config.seed, turn.id).within(name))
         budget = max(config.max_new_tokens * turn.ended, len(turn.answer))
         ends = {turn.answer[-1]} if turn.ended else set[int]()
@@ -250,53 +172,13 @@ def replay_turns(
     return generations
 
 
-def replay_report(
-    name: str, method: MethodConfig, turns: Sequence[RecordedTurn], generations: Sequence[Generation]
-) -> MethodReplay:
-    seconds = [r.draft_seconds + r.structure_seconds for g in generations for r in g.rounds]
-    groups: dict[str, list[Generation]] = {}
-    for turn, generation in zip(turns, generations, strict=True):
-        groups.setdefault(turn.category, []).append(generation)
-    return MethodReplay(
-        method=name,
-        turns=len(turns),
-        greedy_turns=sum(turn.greedy for turn in turns),
-        tokens=sum(len(g.tokens) for g in generations),
-        **vars(decode_statistics(generations)),
-        loops=count_loops([g.tokens for g in generations]),
-        structure=structure_statistics(generations),
-        draft_us=1e6 * statistics.median(seconds) if seconds else None,
-        acceptance_by_position=acceptance_by_position(generations),
-        tau_without_loops=decode_statistics(g for g in generations if not loop_length(g.tokens)).tau,
-        by_category={
-            category: TurnsReplay(**vars(decode_statistics(group)), loops=count_loops([g.tokens for g in group]))
-            for category, group in groups.items()
-        },
-        settings=method,
+def replay_chains(table: TrigramTable, prompt: Sequence[int], text: Sequence[int], max_draft: int) -> Generation:
+    """`text` after `prompt` in the rounds that chains of `max_draft` tokens from the table give, as in an engine.
+
+    Nothing is decoded, so all times are 0.
+    """
+    rounds = tuple(
+        Round(tokens, drafted=length, accepted=len(tokens) - 1, depth=length, seconds=0.0)
+        for length, tokens in chain_rounds(table, prompt, text, max_draft)
     )
-
-
-def write_replay(config: ReplayConfig, out_dir: Path, reports: Sequence[MethodReplay]) -> None:
-    table = replay_markdown(reports, config.transcripts)
-    write_atomically(out_dir / "report.md", table.encode())
-    keys = ("transcripts", "tokenizer", "max_new_tokens", "seed", "table", "small_lm")
-    facts = {
-        "target": "replay",
-        **{key: getattr(config, key) for key in keys},
-        "machine": describe_machine("cpu"),
-        "made_with": provenance(),
-    }
-    rows = [{"method": report.method, **asdict(report)} for report in reports]
-    write_json(out_dir / "report.json", {**facts, "reports": rows})
-    print(f"{table}\nreport: {out_dir / 'report.md'}", flush=True)
-
-
-def replay_markdown(reports: Sequence[MethodReplay], transcripts: str) -> str:
-    """A table of τ per method, overall and by category."""
-    first = reports[0]
-    groups = {name: (f"{{by_category[{name}].tau:.2f?}}", "") for name in first.by_category}
-    unsure = first.turns - first.greedy_turns
-    kind = f"teacher-forced, as {unsure} turns are not known to be greedy" if unsure else "greedy"
-    summary = f"{first.turns} turns, {first.tokens} tokens, {kind}; {first.loops}."
-    table = fill_table({**REPLAYED, **groups}, [vars(report) for report in reports])
-    return "\n".join([f"# Replay of {Path(transcripts).name}", "", summary, "", *table.markdown(), ""])
+    return Generation(tuple(text), 0.0, 0.0, rounds)

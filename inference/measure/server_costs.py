@@ -58,8 +58,8 @@ class ServerCosts:
             drawn = seconds if random is None else random.choice(seconds, len(seconds))
             return float(np.median(drawn))
 
-        token, one = median(self.token), median(self.first[1])
-        measured = [token, *(max(token, token + median(self.first[width]) - one) for width in WIDTHS[1:])]
+        token, single = median(self.token), median(self.first[1])
+        measured = [token, *(max(token, token + median(self.first[width]) - single) for width in WIDTHS[1:])]
         return np.interp(range(WIDTHS[-1] + 1), WIDTHS, np.maximum.accumulate(measured))
 
 
@@ -69,7 +69,7 @@ def measure_server(server: TimedServer, prompt: Sequence[int], seed: int = 0) ->
     Raises `UserError` if the server computes a known prompt again.
     """
     random = Streams(seed).arrays("server costs")
-    known = [*np.resize(prompt, PROMPT_TOKENS).tolist()]
+    repeated = [*np.resize(prompt, PROMPT_TOKENS).tolist()]
 
     def seconds_to_first(tokens: list[int]) -> float:
         _, _, times, _ = server.stream(tokens, 1, seed)
@@ -79,14 +79,14 @@ def measure_server(server: TimedServer, prompt: Sequence[int], seed: int = 0) ->
         tokens: list[int] = random.choice(prompt, count).tolist()
         return tokens
 
-    seconds_to_first(known)  # the server keeps it from now on
+    seconds_to_first(repeated)  # the server keeps it from now on
     token_seconds: list[float] = []
     first_seconds: dict[int, list[float]] = {width: [] for width in WIDTHS}
     unknown_seconds: list[float] = []
     for turn in track_progress(range(TURNS), "measuring passes of the server", "turns"):
         for width in WIDTHS if turn % 2 else reversed(WIDTHS):
-            first_seconds[width].append(seconds_to_first([*known, *new_tokens(width)]))
-        _, steps, times, _ = server.stream(known, ANSWER_TOKENS, seed, ignore_eos=True)
+            first_seconds[width].append(seconds_to_first([*repeated, *new_tokens(width)]))
+        _, steps, times, _ = server.stream(repeated, ANSWER_TOKENS, seed, ignore_eos=True)
         token_seconds.append((times[-1] - times[1]) / max(1, sum(map(len, steps[1:]))))
         if turn < TURNS // 3:
             unknown_seconds.append(seconds_to_first(new_tokens(PROMPT_TOKENS)))
@@ -99,27 +99,19 @@ def measure_server(server: TimedServer, prompt: Sequence[int], seed: int = 0) ->
     return ServerCosts(tuple(token_seconds), {width: tuple(seconds) for width, seconds in first_seconds.items()})
 
 
-def expected_speedup(
-    generations: Sequence[Generation],
-    costs: ServerCosts,
-    streams: Streams,
-    *,
-    step: float = 0.0,
-    one_pass: bool = False,
-) -> MedianInterval:
+def expect_speedup(generations: Sequence[Generation], costs: ServerCosts, streams: Streams) -> MedianInterval:
     """The speed-up over plain decoding that replayed rounds would have in the engine: median over texts, 95 % interval.
 
-    The interval has the choice of texts and of turns. step: seconds of a pass of the drafter, 0 for a look-up.
-    one_pass: it drafts all its tokens in one.
+    The interval has the choice of texts and of turns. Drafting takes the seconds that it took in the replay.
     """
-    texts = [_count_rounds(generation.rounds, one_pass=one_pass) for generation in generations if generation.rounds]
+    texts = [_count_rounds(generation.rounds) for generation in generations if generation.rounds]
     rounds = np.array([widths for widths, _, _ in texts])  # [texts, W + 1]
-    drafter_seconds = step * np.array([passes for _, passes, _ in texts])  # [texts]
+    drafting = np.array([seconds for _, seconds, _ in texts])  # [texts]
     tokens = np.array([count for _, _, count in texts])  # [texts]
 
     def ratios(seconds: np.ndarray) -> np.ndarray:
-        decoding: np.ndarray = tokens * seconds[1] / (rounds @ seconds + drafter_seconds)
-        return decoding
+        faster: np.ndarray = tokens * seconds[1] / (rounds @ seconds + drafting)
+        return faster
 
     random = streams.arrays("expected speed-up")
     medians = [np.median(random.choice(ratios(costs.passes(random)), len(texts))) for _ in range(DRAWS)]
@@ -127,8 +119,8 @@ def expected_speedup(
     return MedianInterval(float(np.median(ratios(costs.passes()))), (low, high), len(texts))
 
 
-def _count_rounds(rounds: Sequence[Round], *, one_pass: bool) -> tuple[list[int], int, int]:
-    """Of a text: its rounds by the tokens of the target's pass, the drafter's passes, and the tokens."""
+def _count_rounds(rounds: Sequence[Round]) -> tuple[list[int], float, int]:
+    """Of a text: its rounds by the tokens of the target's pass, the seconds of drafting, and the tokens."""
     widths = Counter(min(1 + round_.drafted, WIDTHS[-1]) for round_ in rounds)
-    passes = sum(bool(round_.drafted) if one_pass else round_.drafted for round_ in rounds)
-    return [widths[width] for width in range(WIDTHS[-1] + 1)], passes, sum(len(round_.tokens) for round_ in rounds)
+    drafting = sum(round_.draft_seconds + round_.structure_seconds for round_ in rounds)
+    return [widths[width] for width in range(WIDTHS[-1] + 1)], drafting, sum(len(round_.tokens) for round_ in rounds)

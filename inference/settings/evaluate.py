@@ -14,6 +14,7 @@ from outrider.base.settings import (
     Positive,
     RunConfig,
     Settings,
+    Url,
     free,
     missing_error,
     only,
@@ -238,6 +239,12 @@ class ReplayConfig(Drafting, Settings):
     prompts: PromptSource | None = free(None)
     """the questions, a JSONL, JSON or parquet file or a benchmark's name; null: `transcripts` has them as token ids"""
     num_prompts: Count | None = free(None, "evenly spread; null: all")
+    draft_tokens: tuple[Count, ...] = ()
+    """lengths K of the drafts of all methods that an engine runs, one method for each; empty: their own"""
+    server: Url | None = free(None)
+    """URL of an OpenAI-compatible server that runs the target: requests time its passes, and the report has the
+    speed-up that each method would have there; at most 16 tokens a pass"""
+    server_model: str | None = free(None, "the target's name there; null: the first one that it lists")
     max_new_tokens: Annotated[int, Ge(2)] = opt(128, "of an answer; a longer recorded answer is replayed whole")
     threads: Count | None = opt(None, "of the CPU; null: torch's choice")
     seed: int = opt(0, "of what searches draw")
@@ -246,6 +253,7 @@ class ReplayConfig(Drafting, Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_drafters()
+        self.require("server_model", self.server is not None or self.server_model is None, "null without server=URL")
 
     def _check_methods(self) -> None:
         for name, method in self.methods.items():

@@ -46,6 +46,7 @@ MANDATORY = {
     **{name: ["target=t"] for name in ("eesd", "finetune_drafter", "eagle3", "generate_responses", "convert_target")},
     "audit": ["target=t", "answers=a"],
     "serve": ["target=t"],
+    "forecast": ["target=t", "answers=a.jsonl", "prompts=p.jsonl"],
     "refit": ["checkpoint=c", "logs=l.jsonl", "target=t"],
     "write_prompts": ["target=t"],
 }

@@ -9,7 +9,7 @@ import pytest
 from outrider.base.errors import UserError
 from outrider.base.streams import Streams
 from outrider.inference.core.rounds import Generation, Round
-from outrider.inference.measure.server_costs import WIDTHS, ServerCosts, expected_speedup, measure_server
+from outrider.inference.measure.server_costs import WIDTHS, ServerCosts, expect_speedup, measure_server
 
 PASSES = {1: 0.040, 2: 0.044, 4: 0.052, 8: 0.080, 16: 0.150}
 
@@ -55,32 +55,30 @@ def test_a_server_that_keeps_no_prompt_is_refused() -> None:
         measure_server(StandIn(blocks=False), range(1000, 1300))
 
 
-def rounds_of(widths: list[tuple[int, int]]) -> Generation:
-    """A text of rounds (drafted, emitted)."""
-    rounds = tuple(Round((1,) * emitted, drafted, emitted - 1, drafted, 0.0) for drafted, emitted in widths)
-    return Generation((1,), 0.0, 1.0, rounds)
+def rounds_of(widths: list[tuple[int, int]], drafting: float = 0.0) -> Generation:
+    """A text of rounds (drafted, emitted). drafting: seconds of each that drafts."""
+    rounds = (Round((1,) * n, k, n - 1, k, 0.0, draft_seconds=drafting * bool(k)) for k, n in widths)
+    return Generation((1,), 0.0, 1.0, tuple(rounds))
 
 
 def test_the_speedup_is_the_tokens_over_the_time_of_the_rounds() -> None:
     costs = ServerCosts((0.04,) * 5, {width: (0.007 + seconds,) * 5 for width, seconds in PASSES.items()})
-    texts = [rounds_of([(3, 3), (3, 1), (0, 1), (7, 5)])] * 6
-    spent = 2 * 0.052 + 0.040 + 0.080
-    assert expected_speedup(texts, costs, Streams(0)).median == pytest.approx(10 * 0.04 / spent)
-    chain, at_once = (expected_speedup(texts, costs, Streams(0), step=0.003, one_pass=once) for once in (False, True))
-    assert chain.median == pytest.approx(10 * 0.04 / (spent + 13 * 0.003))
-    assert at_once.median == pytest.approx(10 * 0.04 / (spent + 3 * 0.003))
-    assert expected_speedup([rounds_of([(0, 1)] * 9)] * 5, costs, Streams(0)).median == pytest.approx(1.0)
+    widths, spent = [(3, 3), (3, 1), (0, 1), (7, 5)], 2 * 0.052 + 0.040 + 0.080
+    free, drafted = (expect_speedup([rounds_of(widths, step)] * 6, costs, Streams(0)) for step in (0.0, 0.003))
+    assert free.median == pytest.approx(10 * 0.04 / spent)
+    assert drafted.median == pytest.approx(10 * 0.04 / (spent + 3 * 0.003))
+    assert expect_speedup([rounds_of([(0, 1)] * 9)] * 5, costs, Streams(0)).median == pytest.approx(1.0)
 
 
 def test_the_interval_holds_the_speedup_of_the_true_costs() -> None:
     """In nearly all of several measurements; it is wider where passes are less steady."""
     texts = [rounds_of([(4, 1 + (text + turn) % 4) for turn in range(20)]) for text in range(12)]
-    truth = expected_speedup(texts, ServerCosts((0.04,), {w: (0.007 + s,) for w, s in PASSES.items()}), Streams(0))
+    truth = expect_speedup(texts, ServerCosts((0.04,), {w: (0.007 + s,) for w, s in PASSES.items()}), Streams(0))
     assert truth.median is not None
     widths = []
     for noise in (0.02, 0.3):
         measured = [StandIn(noise=noise, random=np.random.default_rng(seed)) for seed in range(8)]
-        found = [expected_speedup(texts, measure_server(server, range(300)), Streams(1)) for server in measured]
+        found = [expect_speedup(texts, measure_server(server, range(300)), Streams(1)) for server in measured]
         intervals = [interval.ci95 for interval in found if interval.ci95 is not None]
         assert sum(low <= truth.median <= high for low, high in intervals) >= 7
         widths.append(np.mean([high - low for low, high in intervals]))

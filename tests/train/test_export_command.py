@@ -191,7 +191,8 @@ def test_the_page_of_a_table_has_the_line_that_serves_it(
     *variables, command, serve, model, option, said = shlex.split(line)
     assert (command, serve, model, option) == ("vllm", "serve", target, "--speculative-config")
     environment = dict(variable.split("=", 1) for variable in variables)
-    assert environment == {"PYTHONPATH": str(Path(__file__).parents[2]), "OUTRIDER_TABLE": where}
+    clone = str(Path(__file__).parents[2])
+    assert environment == {"PYTHONPATH": clone, "OUTRIDER_TABLE": where, "VLLM_USE_V2_MODEL_RUNNER": "0"}
     monkeypatch.setenv("OUTRIDER_TABLE", environment["OUTRIDER_TABLE"])
     settings = json.loads(said)
     assert settings.keys() == {"method", "model", "num_speculative_tokens"}

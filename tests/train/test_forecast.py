@@ -64,7 +64,7 @@ def test_what_cannot_be_forecast_is_refused() -> None:
         refusal(words, replace, CONFIG, **options)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_short_trainings_and_their_outcome(
     tmp_path: Path,
     chat_target: str,

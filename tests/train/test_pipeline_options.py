@@ -24,7 +24,7 @@ PAPERS = {  # experiments about targets of the papers: the target, and the steps
 }
 FETCHED = {
     "smollm2_demo": {"fetch", "prompts", "report"},
-    "smollm2_drafters": {*STEPS} - {"target", "eagle3", "trigrams"},
+    "smollm2_drafters": {*STEPS} - {"target", "eagle3", "trigrams", "heldout"},
 }
 EXPERIMENTS = ("demo", *PAPERS, *FETCHED)
 
@@ -42,7 +42,8 @@ def settings_of(config: PipelineConfig) -> dict[str, Any]:
 
 def steps_of(experiment: str) -> set[str]:
     return (
-        FETCHED.get(experiment) or set(STEPS) - {"eagle3", "fetch", "prompts"} - PAPERS.get(experiment, ("", set()))[1]
+        FETCHED.get(experiment)
+        or set(STEPS) - {"eagle3", "fetch", "prompts", "heldout"} - PAPERS.get(experiment, ("", set()))[1]
     )
 
 
@@ -163,7 +164,12 @@ def test_the_experiments_in_no_folder_are_the_pipelines() -> None:
     """auto.yaml is completed by `outrider auto`: tests/train/test_auto.py."""
     names = {*EXPERIMENTS, "auto"}
     assert {path.stem for path in (ROOT / "conf/experiment").glob("*.yaml")} == set(GROUPS["experiment"]) == names
-    assert {*settings_of(pipeline(["experiment=auto", "target=mine"]))} == {*STEPS} - {"target", "fetch", "calibrate"}
+    assert {*settings_of(pipeline(["experiment=auto", "target=mine"]))} == {*STEPS} - {
+        "target",
+        "fetch",
+        "calibrate",
+        "heldout",
+    }
 
 
 @pytest.mark.parametrize("name", PAPERS)

@@ -8,11 +8,11 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge
 
 from outrider.base.errors import require
-from outrider.base.settings import RunConfig, free, opt
+from outrider.base.settings import Count, RunConfig, Url, free, missing_error, opt, require_default
 from outrider.data_prep.settings import PromptsConfig
 from outrider.data_prep.text.prompts import read_prompts, split_prompts
 from outrider.data_prep.text.settings import PromptFile, PromptTemplate, TemplateArguments
-from outrider.draft_models.targets.settings import GGUF, MODEL, MODEL_FILES, InputPath
+from outrider.draft_models.targets.settings import GGUF, MODEL, MODEL_FILES, InputPath, TargetTokenizer
 from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, SMALL_LM
 
 
@@ -30,6 +30,7 @@ TRAINABLE: Mapping[str, Trainable] = {
     EAGLE3.name: Trainable(EAGLE3.name, ("eagle3/survival", "eagle3/opt_tree_auto")),
 }
 NAME = "{target}"  # in out_dir: the target's name
+NO_WEIGHTS = "other kinds draft with the target's hidden states"
 PACKAGED = "smollm2_135m"  # `data_prep.targets.SMOLLM2`
 
 
@@ -46,6 +47,13 @@ class AutoConfig(RunConfig):
     prompts: PromptFile | None = None
     """a file of prompts like those that will be asked, or a benchmark's name (docs/evaluate.md), 20 or more: most are
     answered to train on, the others measured; null: the target writes them"""
+    server: Url | None = None
+    """instead of target: URL of an OpenAI-compatible server that runs it; needs `tokenizer` and `prompts`"""
+    server_model: str | None = opt(None, "the target's name there; null: the first one that it lists")
+    tokenizer: TargetTokenizer | None = free(None)
+    """with server=URL: the target's directory, Hub name or GGUF file, of which only the tokenizer is read, and
+    config.json where there is one"""
+    concurrency: Count = free(16, "with server=URL: requests at a time")
     template: PromptTemplate = "auto"
     """of prompts; auto: the tokenizer's own; none: bare text, for a base model, whose answers are its continuations"""
     chat_template_kwargs: TemplateArguments = opt(factory=dict, help="what the chat template reads besides, by name")
@@ -63,8 +71,22 @@ class AutoConfig(RunConfig):
         self.require("train", self.train == "auto" or len({*self.train}) == len(self.train), "each kind once")
         for kind in () if self.train == "auto" else self.train:
             require(kind in TRAINABLE, "train", kind, f"one of {', '.join(TRAINABLE)}")
-        name = PurePath(self.target).name.removesuffix(".gguf")
+        self._check_server()
+        name = PurePath(self.tokenizer or self.target).name.removesuffix(".gguf")
         object.__setattr__(self, "out_dir", self.out_dir.replace(NAME, name))
+
+    def _check_server(self) -> None:
+        if self.server is None:
+            for name in ("server_model", "tokenizer", "concurrency"):
+                require_default(self, name, "it is read with server=URL")
+            return
+        for name in ("target", "debug"):
+            require_default(self, name, "the server runs the target")
+        for name in ("tokenizer", "prompts"):
+            if getattr(self, name) is None:
+                raise missing_error(name, "with server=URL, which has neither")
+        for kind in () if self.train == "auto" else self.train:
+            require(kind == SMALL_LM.name, "train", kind, f"{SMALL_LM.name} with server=URL: {NO_WEIGHTS}")
 
     def require_paths(self, checks: Callable[[str], bool], path: str = "") -> None:
         """As for all settings; `prompts` must also be enough to train on some and to measure others."""

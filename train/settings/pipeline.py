@@ -38,6 +38,9 @@ STEPS: Mapping[str, StepCommand] = {  # in the order in which they run
     "responses": StepCommand(
         "data_prep/generate_responses.py", "summary.json", {"target": TARGET, "data.path": "prompts/train.jsonl"}
     ),
+    "heldout": StepCommand(
+        "data_prep/generate_responses.py", "summary.json", {"target": TARGET, "data.path": "prompts/heldout.jsonl"}
+    ),
     "eesd": StepCommand("train/eesd.py", "drafter.json", {"target": TARGET}),
     "calibrate": StepCommand("train/calibrate.py", "calibration.json", {"checkpoint": "eesd"}),
     EAGLE3: StepCommand("train/eagle3.py", "eagle3.json", {"target": TARGET}),

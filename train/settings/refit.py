@@ -12,7 +12,14 @@ from outrider.draft_models.targets.settings import DrafterFolder, TargetOrTokeni
 
 _LOG = "a log of outrider serve, or another file or directory of conversations with answers"
 _Log = Annotated[str, RecordFile(_LOG, holds=("*.jsonl", "*.json", "*.parquet"))]
-Logs = Annotated[tuple[_Log, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
+
+
+def _to_tuple(value: object) -> object:
+    """A log alone, or the list that JSON has in place of a tuple, as a tuple."""
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
+Logs = Annotated[tuple[_Log, ...], BeforeValidator(_to_tuple)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ from outrider.inference.batch.generate import generate_responses
 from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.core.decode import speculative
 from outrider.inference.core.rounds import collect
+from outrider.inference.evaluate.replaying import replay_answers
 from outrider.inference.loading.drafters import new_drafter
 from outrider.inference.measure import recordings as reading
 from outrider.inference.measure import replay as replaying
@@ -78,7 +79,7 @@ def test_rounds_equal_a_live_targets(tmp_path: Path, method: str) -> None:
         assert len(answer) < length if ends else answer == text
         if ends:  # the command: a draft does not see that the recording ends before the budget does
             turn = RecordedTurn("1", "c", tuple(prompt), tuple(answer))
-            config = SimpleNamespace(max_new_tokens=length, seed=3)
+            config = SimpleNamespace(max_new_tokens=length, seed=3, draft_tokens=())
             (found,) = replaying.replay_turns("m", METHODS[method], drafters, [turn], config)
             assert outcome(found.rounds) == outcome(live[1:])
     assert any(r.accepted > 1 for r in live) or method == "prompt_lookup"
@@ -148,7 +149,7 @@ def run(files: dict[str, str], out_dir: Path, *overrides: str) -> None:
     given = [f"transcripts={files['answers.jsonl']}", f"tokenizer={files['pieces.model']}",
              f"prompts={files['questions.jsonl']}", f"table={files['table']}", f"out_dir={out_dir}",
              *overrides]  # fmt: skip
-    replaying.replay_answers(config_for("inference/replay.py", given))
+    replay_answers(config_for("inference/replay.py", given))
 
 
 def test_the_command(files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -248,7 +249,7 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def replay_responses(folder: Path, out_dir: Path, answers: str = "greedy", *more: str) -> dict[str, Any]:
     """The report of the command on answers of the target in `folder`."""
     words = [f"transcripts={folder / answers}", f"tokenizer={folder / 'target'}", f"out_dir={out_dir}", *more]
-    replaying.replay_answers(config_for("inference/replay.py", words))
+    replay_answers(config_for("inference/replay.py", words))
     report: dict[str, Any] = json.loads((out_dir / "report.json").read_text())
     return report
 

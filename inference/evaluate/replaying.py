@@ -1,0 +1,82 @@
+"""replay: τ of drafters from recorded answers; with a server also the speed-up to expect in its engine.
+
+plan                  `recordings` or `read_responses`: the answers as token ids
+measure               `time_server`, `replay_turns`
+judge, write          `replay_report`, `write_replay`
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from outrider.base.errors import UserError, warn
+from outrider.base.files import require_writable
+from outrider.base.run_dirs import only_run
+from outrider.base.streams import Streams
+from outrider.data_prep.text.prompts import read_prompts, spread_evenly
+from outrider.data_prep.text.settings import DataConfig
+from outrider.draft_models.targets.model_spec import context_limit
+from outrider.draft_models.targets.unseen_target import open_unseen
+from outrider.inference.batch.server import TargetServer
+from outrider.inference.batch.settings import GenerateConfig
+from outrider.inference.loading.target_setup import end_tokens
+from outrider.inference.measure.recordings import (
+    RecordedTurn,
+    load_vocabulary,
+    read_responses,
+    read_transcripts,
+    recordings,
+)
+from outrider.inference.measure.replay import load_replayed, replay_turns
+from outrider.inference.measure.replay_report import MethodReplay, replay_report, write_replay
+from outrider.inference.measure.server_costs import ServerCosts, expect_speedup, measure_server
+from outrider.inference.settings.engine import with_lengths
+from outrider.inference.settings.evaluate import ReplayConfig
+
+
+def replay_answers(config: ReplayConfig) -> list[MethodReplay]:
+    """Replay every method of `config` over recorded answers, and write report.json and report.md to `config.out_dir`.
+
+    The report gives τ, overall and by category, and the drafting time of a round. Speed-ups need a server.
+    """
+    prompts = None if config.prompts is None else read_prompts(config.prompts, limit=config.num_prompts)
+    out_dir = require_writable(config.out_dir)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    with only_run(out_dir, "results"):
+        vocabulary = load_vocabulary(config.tokenizer)
+        if prompts is None:
+            turns = read_responses(config.transcripts, vocabulary)
+            turns = spread_evenly(turns, config.num_prompts or len(turns))
+        else:
+            turns = recordings(prompts, read_transcripts(config.transcripts), vocabulary)
+        costs = None if config.server is None else time_server(config, turns)
+        drafters, session = load_replayed(config, vocabulary, turns)
+        reports = []
+        for name, method in with_lengths("", config.methods, config.draft_tokens).items():
+            generations = replay_turns(name, method, drafters, turns, config, session)
+            report = replay_report(name, method, turns, generations)
+            if costs is not None:
+                streams = Streams(config.seed).within("expected", name)
+                report = replace(report, expected=expect_speedup(generations, costs, streams))
+            reports.append(report)
+        write_replay(config, out_dir, reports)
+    return reports
+
+
+def time_server(config: ReplayConfig, turns: Sequence[RecordedTurn]) -> ServerCosts | None:
+    """The costs of passes in the engine behind `config.server`, after recorded tokens; None, with a warning, if they
+    cannot be timed. Raises `UserError` if the server does not answer."""
+    target = open_unseen(config.tokenizer)
+    settings = GenerateConfig(
+        tokenizer=config.tokenizer, server=config.server, server_model=config.server_model, data=DataConfig(),
+        greedy_tokens=0, temperature=0.0,
+    )  # fmt: skip
+    sizes = context_limit(target.config), target.config.vocab_size
+    server = TargetServer(settings, target.tokenizer, end_tokens(target), *sizes, checked=False)
+    try:
+        return measure_server(server, [token for turn in turns for token in (*turn.prompt, *turn.answer)])
+    except UserError as error:
+        warn(f"no speed-up to expect: {error}")
+        return None

@@ -1,0 +1,115 @@
+"""The report of a replay: the figures of each method, as JSON and as a table."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from outrider.base.files import write_atomically, write_json
+from outrider.base.machine import describe_machine
+from outrider.base.words import Columns, fill_table
+from outrider.draft_models.early_exit.checkpoint import provenance
+from outrider.inference.core.rounds import Generation
+from outrider.inference.measure.recordings import RecordedTurn
+from outrider.inference.measure.statistics import (
+    DecodeStatistics,
+    DepthAcceptance,
+    Loops,
+    MedianInterval,
+    acceptance_by_position,
+    count_loops,
+    decode_statistics,
+    loop_length,
+    structure_statistics,
+)
+from outrider.inference.settings.evaluate import ReplayConfig
+from outrider.inference.settings.method import MethodConfig
+
+REPLAYED: Columns = {
+    "method": ("{method}", ""),
+    "τ": ("{tau:.3f?}", ""),
+    "τ without loops": ("{tau_without_loops:.3f?}", ""),
+    "drafted/round": ("{drafted_tokens_per_round:.1f}", ""),
+    "draft µs": ("{draft_us:.0f}", ""),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnsReplay(DecodeStatistics):
+    """The figures of a method on recorded turns."""
+
+    loops: Loops
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodReplay(TurnsReplay):
+    """The figures of a method on all recorded turns. draft_us: median microseconds that a round spent drafting.
+
+    greedy_turns: those whose answers are known to be greedy. τ of the others is teacher-forced. expected: the speed-up
+    over plain decoding in the engine behind `config.server`.
+    """
+
+    method: str
+    turns: int
+    greedy_turns: int
+    tokens: int
+    structure: Mapping[str, float]
+    draft_us: float | None
+    acceptance_by_position: tuple[DepthAcceptance, ...]
+    tau_without_loops: float
+    by_category: Mapping[str, TurnsReplay]
+    settings: MethodConfig
+    expected: MedianInterval | None = None
+
+
+def replay_report(
+    name: str, method: MethodConfig, turns: Sequence[RecordedTurn], generations: Sequence[Generation]
+) -> MethodReplay:
+    seconds = [r.draft_seconds + r.structure_seconds for g in generations for r in g.rounds]
+    groups: dict[str, list[Generation]] = {}
+    for turn, generation in zip(turns, generations, strict=True):
+        groups.setdefault(turn.category, []).append(generation)
+    return MethodReplay(
+        method=name,
+        turns=len(turns),
+        greedy_turns=sum(turn.greedy for turn in turns),
+        tokens=sum(len(g.tokens) for g in generations),
+        **vars(decode_statistics(generations)),
+        loops=count_loops([g.tokens for g in generations]),
+        structure=structure_statistics(generations),
+        draft_us=1e6 * statistics.median(seconds) if seconds else None,
+        acceptance_by_position=acceptance_by_position(generations),
+        tau_without_loops=decode_statistics(g for g in generations if not loop_length(g.tokens)).tau,
+        by_category={
+            category: TurnsReplay(**vars(decode_statistics(group)), loops=count_loops([g.tokens for g in group]))
+            for category, group in groups.items()
+        },
+        settings=method,
+    )
+
+
+def write_replay(config: ReplayConfig, out_dir: Path, reports: Sequence[MethodReplay]) -> None:
+    table = replay_markdown(reports, config.transcripts)
+    write_atomically(out_dir / "report.md", table.encode())
+    keys = ("transcripts", "tokenizer", "max_new_tokens", "seed", "table", "small_lm", "server", "server_model")
+    facts = {
+        "target": "replay",
+        **{key: getattr(config, key) for key in keys},
+        "machine": describe_machine("cpu"),
+        "made_with": provenance(),
+    }
+    rows = [{"method": report.method, **asdict(report)} for report in reports]
+    write_json(out_dir / "report.json", {**facts, "reports": rows})
+    print(f"{table}\nreport: {out_dir / 'report.md'}", flush=True)
+
+
+def replay_markdown(reports: Sequence[MethodReplay], transcripts: str) -> str:
+    """A table of τ per method, overall and by category."""
+    first = reports[0]
+    groups = {name: (f"{{by_category[{name}].tau:.2f?}}", "") for name in first.by_category}
+    unsure = first.turns - first.greedy_turns
+    kind = f"teacher-forced, as {unsure} turns are not known to be greedy" if unsure else "greedy"
+    summary = f"{first.turns} turns, {first.tokens} tokens, {kind}; {first.loops}."
+    there = {"speed-up there [95 %]": ("{expected:interval}", "")} if first.expected else {}
+    table = fill_table({**REPLAYED, **there, **groups}, [vars(report) for report in reports])
+    return "\n".join([f"# Replay of {Path(transcripts).name}", "", summary, "", *table.markdown(), ""])

@@ -1,0 +1,102 @@
+"""The part of `outrider auto server=URL` that differs: the server is tried out first, and a replay is the report.
+
+The steps are those of `auto_run` with the server in the target's place. It answers the held-out prompts greedily too. A
+replay of these answers gives the exact τ of look-ups, tables and small LMs at several lengths of drafts, and requests
+time the engine's passes (`inference.measure.server_costs`). Both give the speed-up to expect there.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from outrider.base.errors import UserError
+from outrider.base.files import read_mapping, write_atomically
+from outrider.base.settings import construct
+from outrider.base.words import quote_word
+from outrider.data_prep.text.settings import DataConfig
+from outrider.draft_models.card import CARD_FILE
+from outrider.draft_models.targets.model_spec import context_limit
+from outrider.draft_models.targets.open_target import OpenTarget
+from outrider.inference.batch.server import TargetServer
+from outrider.inference.batch.settings import GenerateConfig
+from outrider.inference.loading.target_setup import end_tokens
+from outrider.inference.measure.replay_report import MethodReplay
+from outrider.inference.measure.statistics import MARGIN, MedianInterval
+from outrider.inference.settings.engine import draft_length
+from outrider.inference.settings.kinds import PROMPT_LOOKUP, SMALL_LM
+from outrider.train import steps
+from outrider.train.settings.auto import AutoConfig
+from outrider.train.steps import ConfigFor, write_words
+
+REPLAY, EXPORT, LOG = "inference/replay.py", "train/export.py", "auto.log"
+LENGTHS = (1, 2, 3, 4, 6, 8)  # of the drafts that are replayed
+
+
+def open_server(config: AutoConfig, target: OpenTarget, top_k: int) -> TargetServer:
+    """The server, which has answered a short prompt with `top_k` log-probabilities a token. Raises `UserError`."""
+    settings = GenerateConfig(
+        tokenizer=config.tokenizer, server=config.server, server_model=config.server_model, data=DataConfig(),
+        temperature=0.0, top_k_logits=top_k, concurrency=config.concurrency, batch_size=config.concurrency,
+    )  # fmt: skip
+    sizes = context_limit(target.config), target.config.vocab_size
+    return TargetServer(settings, target.tokenizer, end_tokens(target), *sizes)
+
+
+def conclude_server(config: AutoConfig, folder: Path, names: list[str], config_for: ConfigFor) -> None:
+    """Replay the held-out answers, write the exports, and say what to start the server with, if anything pays.
+
+    names: of the steps that have run. Raises `UserError` if the replay fails.
+    """
+    methods = ["prompt_lookup", "ngrams", *(["small_lm/fixed"] if SMALL_LM.name in names else [])]
+    options: dict[str, object] = {
+        "transcripts": folder / "heldout", "tokenizer": config.tokenizer, "table": folder / "trigrams",
+        "server": config.server, "server_model": config.server_model, "method": methods, "draft_tokens": [*LENGTHS],
+        "out_dir": folder / "replay",
+    }  # fmt: skip
+    options |= {SMALL_LM.name: folder / SMALL_LM.name} if SMALL_LM.name in names else {}
+    words = write_words(options)
+    if status := steps.run_command(REPLAY, words, config_for(REPLAY, words), folder / LOG):
+        raise UserError(f"server={config.server}: the replay failed (exit status {status}); see {folder / LOG}")
+    content = read_mapping(folder / "replay/report.json", "report of a replay", "remove it, and give resume=true")
+    lines = [
+        recommend_there(construct(list[MethodReplay], content["reports"])),
+        f"report: {folder / 'replay/report.md'}",
+    ]
+    gguf = str(config.tokenizer).endswith(".gguf")
+    for name in sorted({"trigrams", SMALL_LM.name} & {*names}):
+        engine = "llama_cpp" if gguf and name == SMALL_LM.name else "vllm"
+        out_dir = folder / "export" / name
+        export = write_words({"checkpoint": folder / name, "engine": engine, "out_dir": out_dir, "resume": True})
+        failed = steps.run_command(EXPORT, export, config_for(EXPORT, export), folder / LOG)
+        readme = f"for engines: {out_dir}; {out_dir / CARD_FILE} has their commands"
+        lines.append(f"no engine loads {folder / name}: {folder / LOG} says why" if failed else readme)
+    again = ["outrider", "replay", *words]
+    lines.append(f"measure again: {' '.join(map(quote_word, again))}")
+    write_atomically(folder / CARD_FILE, "".join(f"{line}\n\n" for line in lines).encode())
+    print("\n".join([*lines, f"auto out_dir={folder} state=complete"]), flush=True)
+
+
+def recommend_there(reports: Sequence[MethodReplay]) -> str:
+    """The sentence about the method with the highest speed-up to expect. reports: of a replay."""
+    expected = {report.method: report.expected or MedianInterval() for report in reports}
+    best = max(reports, key=lambda report: (expected[report.method].median or 0.0, report.tau))
+    there, tau = expected[best.method], f"τ {best.tau:.2f}"
+    if there.median is None or there.ci95 is None:
+        return f"undecided: the passes of the engine could not be timed; `{best.method}` has the most, {tau}"
+    low, high = there.ci95
+    gain = f"{there.median:.2f} times plain decoding [{low:.2f}, {high:.2f}] with {tau}"
+    if low > 1 + MARGIN:
+        return f"`{best.method}` should be the fastest in this engine: {gain}{_how_to_start(best)}"
+    if high < 1 + MARGIN:
+        return f"nothing pays here: the best, `{best.method}`, would have {gain}"
+    return f"undecided: the best, `{best.method}`, would have {gain}; more prompts narrow it"
+
+
+def _how_to_start(report: MethodReplay) -> str:
+    """The options with which vLLM drafts from the text; a drafter's are in the README of its export."""
+    method = report.settings
+    if method.source != PROMPT_LOOKUP.name:
+        return f"; drafts of {draft_length(method)} tokens"
+    drafting = {"method": "ngram", "num_speculative_tokens": draft_length(method)}
+    drafting |= {"prompt_lookup_max": method.max_ngram, "prompt_lookup_min": 1}
+    return f"; vllm serve MODEL --speculative-config '{json.dumps(drafting)}'"
