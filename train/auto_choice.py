@@ -190,7 +190,8 @@ def _share_minutes(
     all_answers = _SLOWER * unanswered_tokens / answers.tokens_per_minute
     answering = min(all_answers, answer_share * shared, max(0.0, (1 - training_share) * shared - least_report))
     first_answers = answers.answered * answers.answer_tokens / answers.tokens_per_minute
-    minutes = {"responses": answering + first_answers, "report": (1 - training_share) * shared - answering}
+    measuring = "replay" if config.server else "report"  # a replay has no limit
+    minutes = {"responses": answering + first_answers, measuring: (1 - training_share) * shared - answering}
     minutes |= {TRAINABLE[kind].step: training_share * shared / len(kinds) for kind in kinds}
     return Choice(kinds, not_tried, minutes, finished)
 
@@ -248,12 +249,15 @@ def _let_server_answer(config: AutoConfig, steps: dict[str, dict[str, object]], 
         steps[SMALL_LM.name].pop("teacher", None)
 
 
+def heldout_share(count: float) -> float:
+    """The share of so many answers to hold out, so that there are enough."""
+    return max(DataConfig.heldout_fraction, float(f"{min(0.5, _HELDOUT / count):.3g}"))
+
+
 def _size_training(name: str, answers: FirstAnswers) -> dict[str, object]:
     """The options of a training that follow from the machine, and from the number of answers to hold some out of."""
-    options: dict[str, object] = {}
-    heldout = min(0.5, _HELDOUT / answers.prompts) if answers.prompts else 0.0
-    if heldout > DataConfig.heldout_fraction:
-        options["data.heldout_fraction"] = float(f"{heldout:.3g}")
+    share = heldout_share(answers.prompts or math.inf)
+    options: dict[str, object] = {"data.heldout_fraction": share} if share > DataConfig.heldout_fraction else {}
     return options | (_ON_GPU if answers.device == "cuda" and name != TRAINABLE[EAGLE3.name].step else {})
 
 
@@ -263,7 +267,8 @@ def describe_choice(choice: Choice, answers: FirstAnswers) -> str:
         f"  looked: {answers.tokens_per_second:.0f} tokens of answers a second, {answers.answer_tokens:.0f} an answer, "
         f"{answers.prompts} prompts; a step loads for {60 * answers.loading:.0f} s"
     ]
-    lines += [f"  {name}: {minutes:.1f} minutes" for name in STEPS if (minutes := choice.minutes.get(name))]
+    order = sorted(choice.minutes, key=[*STEPS, "replay"].index)
+    lines += [f"  {name}: {choice.minutes[name]:.1f} minutes" for name in order if choice.minutes[name]]
     lines += [f"  not tried: {kind}: {reason}" for kind, reason in choice.not_tried.items()]
     minutes = choice.minutes.get("report", math.inf)
     least = answers.report_minutes((*choice.kinds, *choice.finished), _SHORTEST)

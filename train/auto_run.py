@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from outrider.base.errors import UserError, require
+from outrider.base.errors import UserError, require, warn
 from outrider.base.files import read_mapping, require_writable, write_atomically, write_json
 from outrider.base.progress import Stage
 from outrider.base.run_dirs import check_identity, only_run, require_free
@@ -42,7 +42,7 @@ from outrider.inference.settings.kinds import EARLY_EXIT, KINDS, PROMPT_LOOKUP, 
 from outrider.inference.settings.method import preset
 from outrider.train import auto_choice, steps
 from outrider.train.auto_choice import NO_CHOICE, Choice, Device, FirstAnswers, configure_pipeline
-from outrider.train.auto_server import conclude_server, open_server
+from outrider.train.auto_server import LOG, open_server, replay_there
 from outrider.train.pipeline_run import check_steps, plan_steps, require_one_process, run_pipeline
 from outrider.train.settings.auto import NO_WEIGHTS, PACKAGED, TRAINABLE, AutoConfig
 from outrider.train.settings.pipeline import MINUTES
@@ -50,7 +50,7 @@ from outrider.train.steps import ConfigFor, Step, write_words
 
 _LONGER = {"max_new_tokens": 256, "num_prompts": None}  # options of the report of longer texts
 _OF_SHORT_TEXTS = {*_LONGER, MINUTES, "card", "resume", "out_dir"}  # options of the report that are not for longer ones
-RECORD, LOG = "auto.json", "auto.log"
+RECORD = "auto.json"
 _EXPORT, _EXPORT_MINUTES = "train/export.py", 0.5  # exports come after the last step
 _TEXT_TOKENS = 1024  # of a prompt and its answer
 _REMEDY = "give another out_dir"
@@ -110,10 +110,7 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
     # The minutes spent are of this run, or of the one that it goes on with.
     limit = TimeLimit(config.minutes - _EXPORT_MINUTES, time.perf_counter(), 60 * answers.spent)
     run_pipeline(pipeline, plan, None if config.debug else limit)
-    if config.server:
-        conclude_server(config, pipeline.folder, [step.name for step in plan], config_for)
-    else:
-        _conclude(config, plan, config_for)
+    _conclude(config, pipeline.folder, plan, config_for)
 
 
 def _size_batches(target: OpenTarget, device: Device, available: float) -> FirstAnswers:
@@ -132,8 +129,9 @@ def _try_server(config: AutoConfig, target: OpenTarget, device: Device) -> First
     top_k = auto_choice.TOP_K
     try:
         open_server(config, target, top_k)
-    except UserError:
+    except UserError as error:
         open_server(config, target, top_k := 0)
+        warn(f"drafters learn from the text of the answers alone: {error}")
     return FirstAnswers(device, config.concurrency, context=context_limit(target.config), top_k=top_k)
 
 
@@ -241,31 +239,37 @@ def _time_answers(config: AutoConfig, unknown: FirstAnswers, began: float, confi
     )
 
 
-def _conclude(config: AutoConfig, plan: list[Step], config_for: ConfigFor) -> None:
+def _conclude(config: AutoConfig, folder: Path, plan: list[Step], config_for: ConfigFor) -> None:
     """Write the exports, and the recommendation: to the screen and to the folder's README.md."""
+    names = [step.name for step in plan]
+    there = config.server is not None
+    lines = replay_there(config, folder, names, config_for) if there else _describe_report(config, folder, plan)
+    lines += [_export(config, folder, name, config_for) for name in names if name in _EXPORTED]
+    write_atomically(folder / CARD_FILE, "".join(f"{line}\n\n" for line in lines).encode())
+    print("\n".join([*lines, f"auto out_dir={folder} state=complete"]), flush=True)
+
+
+def _describe_report(config: AutoConfig, folder: Path, plan: list[Step]) -> list[str]:
+    """The recommendation, and the commands that serve the drafters, repeat the report and measure longer texts."""
     *_, report = plan
-    folder, words = report.product.parent.parent, report.words
-    reports = read_reports(report.product, "remove it, and resume=true does the step again")
+    words, reports = report.words, read_reports(report.product, "remove it, and resume=true does the step again")
     lines = [write_recommendation(reports), f"report: {report.product.with_name('report.html')}"]
-    drafters = [step.name for step in plan if step.name in _EXPORTED]
-    lines += [_export(config, folder, name, config_for) for name in drafters]
-    for name in drafters:
+    for name in (step.name for step in plan if step.name in _EXPORTED):
         serve_words = write_words({"target": config.target, "checkpoint": folder / name})
         lines.append(f"talk to it: {' '.join(map(quote_word, ['outrider', 'serve', *serve_words]))}")
     if reports[0].conditions.load.busy:
         lines.append(write_repeat_command(words, report.product.parent))
     same_words = [word for word in words if word.partition("=")[0] not in _OF_SHORT_TEXTS]
     longer_command = ["evaluate-checkpoint", *same_words, *write_words({**_LONGER, "out_dir": folder / "longer"})]
-    lines.append(f"measure longer texts: {' '.join(map(quote_word, longer_command))}")
-    write_atomically(folder / CARD_FILE, "".join(f"{line}\n\n" for line in lines).encode())
-    print("\n".join([*lines, f"auto out_dir={folder} state=complete"]), flush=True)
+    return [*lines, f"measure longer texts: {' '.join(map(quote_word, longer_command))}"]
 
 
 def _export(config: AutoConfig, folder: Path, name: str, config_for: ConfigFor) -> str:
     """Write a drafter for an engine: llama.cpp if it can run target and drafter, else vLLM. Returns the folder."""
     out_dir = folder / "export" / name
-    options = {"checkpoint": folder / name, "target": config.target, "out_dir": out_dir, "resume": True}
-    llama_cpp = config.target.endswith(".gguf") and name in ("eesd", SMALL_LM.name)
+    options = {"checkpoint": folder / name, "out_dir": out_dir, "resume": True}
+    options |= {} if config.server else {"target": config.target}
+    llama_cpp = (config.tokenizer or config.target).endswith(".gguf") and name in ("eesd", SMALL_LM.name)
     for engine in ["llama_cpp", "vllm"] if llama_cpp else ["vllm"]:
         words = write_words({**options, "engine": engine})
         if steps.run_command(_EXPORT, words, config_for(_EXPORT, words), folder / LOG) == 0:

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from outrider.base.errors import UserError
-from outrider.base.files import read_mapping, write_atomically
+from outrider.base.files import read_mapping
 from outrider.base.settings import construct
 from outrider.base.words import quote_word
 from outrider.data_prep.text.settings import DataConfig
-from outrider.draft_models.card import CARD_FILE
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import OpenTarget
 from outrider.inference.batch.server import TargetServer
@@ -28,7 +27,7 @@ from outrider.train import steps
 from outrider.train.settings.auto import AutoConfig
 from outrider.train.steps import ConfigFor, write_words
 
-REPLAY, EXPORT, LOG = "inference/replay.py", "train/export.py", "auto.log"
+REPLAY, LOG = "inference/replay.py", "auto.log"
 LENGTHS = (1, 2, 3, 4, 6, 8)  # of the drafts that are replayed
 
 
@@ -42,8 +41,8 @@ def open_server(config: AutoConfig, target: OpenTarget, top_k: int) -> TargetSer
     return TargetServer(settings, target.tokenizer, end_tokens(target), *sizes)
 
 
-def conclude_server(config: AutoConfig, folder: Path, names: list[str], config_for: ConfigFor) -> None:
-    """Replay the held-out answers, write the exports, and say what to start the server with, if anything pays.
+def replay_there(config: AutoConfig, folder: Path, names: Sequence[str], config_for: ConfigFor) -> list[str]:
+    """Replay the held-out answers; returns the recommendation, the report's path, and the command that repeats it.
 
     names: of the steps that have run. Raises `UserError` if the replay fails.
     """
@@ -54,26 +53,13 @@ def conclude_server(config: AutoConfig, folder: Path, names: list[str], config_f
         "out_dir": folder / "replay",
     }  # fmt: skip
     options |= {SMALL_LM.name: folder / SMALL_LM.name} if SMALL_LM.name in names else {}
-    words = write_words(options)
-    if status := steps.run_command(REPLAY, words, config_for(REPLAY, words), folder / LOG):
-        raise UserError(f"server={config.server}: the replay failed (exit status {status}); see {folder / LOG}")
+    words, log = write_words(options), folder / LOG
+    if status := steps.run_command(REPLAY, words, config_for(REPLAY, words), log):
+        raise UserError(f"server={config.server}: the replay failed (exit status {status}); see {log}")
     content = read_mapping(folder / "replay/report.json", "report of a replay", "remove it, and give resume=true")
-    lines = [
-        recommend_there(construct(list[MethodReplay], content["reports"])),
-        f"report: {folder / 'replay/report.md'}",
-    ]
-    gguf = str(config.tokenizer).endswith(".gguf")
-    for name in sorted({"trigrams", SMALL_LM.name} & {*names}):
-        engine = "llama_cpp" if gguf and name == SMALL_LM.name else "vllm"
-        out_dir = folder / "export" / name
-        export = write_words({"checkpoint": folder / name, "engine": engine, "out_dir": out_dir, "resume": True})
-        failed = steps.run_command(EXPORT, export, config_for(EXPORT, export), folder / LOG)
-        readme = f"for engines: {out_dir}; {out_dir / CARD_FILE} has their commands"
-        lines.append(f"no engine loads {folder / name}: {folder / LOG} says why" if failed else readme)
-    again = ["outrider", "replay", *words]
-    lines.append(f"measure again: {' '.join(map(quote_word, again))}")
-    write_atomically(folder / CARD_FILE, "".join(f"{line}\n\n" for line in lines).encode())
-    print("\n".join([*lines, f"auto out_dir={folder} state=complete"]), flush=True)
+    recommendation = recommend_there(construct(list[MethodReplay], content["reports"]))
+    again = " ".join(map(quote_word, ["outrider", "replay", *words]))
+    return [recommendation, f"report: {folder / 'replay/report.md'}", f"measure again: {again}"]
 
 
 def recommend_there(reports: Sequence[MethodReplay]) -> str:

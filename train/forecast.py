@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from outrider.base.errors import UserError
 from outrider.base.files import require_writable, write_atomically, write_json
 from outrider.base.machine import describe_machine
 from outrider.base.run_dirs import only_run, require_free
@@ -29,12 +28,14 @@ from outrider.draft_models.card import CARD_FILE
 from outrider.draft_models.early_exit.checkpoint import provenance
 from outrider.draft_models.targets.vocabulary import KWARGS
 from outrider.inference.report.types import MethodReport, read_reports
+from outrider.train.auto_choice import heldout_share
 from outrider.train.parts.learning_curve import COVERED, Forecast, TrainedSize, forecast_tau
 from outrider.train.pipeline_run import check_steps, plan_steps, run_pipeline
 from outrider.train.settings.forecast import FORECAST_FILE, FORECAST_KINDS, TRAININGS, ForecastConfig
 from outrider.train.settings.pipeline import MINUTES, PipelineConfig
 
 LONGER = (1.0, 2.0, 4.0, 8.0)  # sizes that are forecast, as multiples of the whole budget
+LEAST_ANSWERS = 12  # of the smallest share, of which the half is held out
 STEPS_OF_DOUBLING = 4  # sizes at which break-even is looked for
 NO_LIMIT = {"fit.epochs": None, "fit.steps": 1_000_000}  # the minutes end a training
 TABLE: Columns = {
@@ -78,7 +79,7 @@ def forecast(config: ForecastConfig) -> None:
     folder = require_writable(config.out_dir)
     with only_run(folder, "a forecast"):
         require_free(folder, config.leaves, config.resume)
-        records, shares = count_records(config.answers), [*config.shares, *([1.0] if config.outcome else [])]
+        records, shares = count_records(config), [*config.shares, *([1.0] if config.outcome else [])]
         pipelines = [pipeline_of(config, share, records) for share in shares]
         plans = [plan_steps(pipeline, config_for) for pipeline in pipelines]
         for pipeline, plan in zip(pipelines, plans, strict=True):
@@ -94,11 +95,11 @@ def forecast(config: ForecastConfig) -> None:
             write_forecast(config, folder, records, kinds, outcomes)
 
 
-def count_records(answers: str) -> int:
-    """The number of answers. Raises `UserError` if there are none."""
-    records = sum(1 for path in resolve_paths([answers]) for _ in read_file(path))
-    if not records:
-        raise UserError(f"answers={answers}: no answer in it")
+def count_records(config: ForecastConfig) -> int:
+    """The number of answers. Raises `UserError` if the smallest share has fewer than `LEAST_ANSWERS`."""
+    records = sum(1 for path in resolve_paths([config.answers]) for _ in read_file(path))
+    least = math.ceil(LEAST_ANSWERS / config.shares[0])
+    config.require("answers", records >= least, f"{least} of them for shares={[*config.shares]}, there are {records}")
     return records
 
 
@@ -109,9 +110,11 @@ def pipeline_of(config: ForecastConfig, share: float, records: int) -> PipelineC
     template: dict[str, object] = {} if config.template == "auto" else {"template": config.template}
     template |= {KWARGS: config.chat_template_kwargs} if config.chat_template_kwargs else {}
     data: dict[str, object] = {"data": "responses", "data.path": config.answers}
-    data |= {"data.max_records": max(1, round(share * records))} if share < 1 else {}
+    count = round(share * records)
+    data |= {"data.max_records": count} if share < 1 else {}
     data |= {f"data.{key}": value for key, value in template.items()}
-    limit = {MINUTES: float(f"{share * config.minutes:.3g}"), **NO_LIMIT}
+    heldout = {"data.heldout_fraction": heldout_share(count)}
+    limit = {MINUTES: float(f"{share * config.minutes:.3g}"), **NO_LIMIT, **heldout}
     step_options: dict[str, dict[str, object]] = {}
     for kind in config.kinds:
         step, _ = FORECAST_KINDS[kind]

@@ -28,7 +28,7 @@ BLOCK = 16  # tokens: vLLM keeps the cache of whole blocks alone
 PROMPT_TOKENS = 16 * BLOCK  # of the prompt that is known to the server
 ANSWER_TOKENS = 17  # of an answer whose tokens are timed
 TURNS = 15
-KEPT = 0.5  # a request after a known prompt takes less than this share of one after an unknown prompt
+CACHED_SHARE = 0.5  # a request after a known prompt takes less than this share of one after an unknown prompt
 DRAWS = 1000
 
 
@@ -72,7 +72,7 @@ def measure_server(server: TimedServer, prompt: Sequence[int], seed: int = 0) ->
     repeated = [*np.resize(prompt, PROMPT_TOKENS).tolist()]
 
     def seconds_to_first(tokens: list[int]) -> float:
-        _, _, times, _ = server.stream(tokens, 1, seed)
+        _, _, times, _ = server.stream(tokens, 1, seed, cache_prompt=True)  # llama.cpp's option
         return times[1] - times[0]
 
     def new_tokens(count: int) -> list[int]:
@@ -86,15 +86,14 @@ def measure_server(server: TimedServer, prompt: Sequence[int], seed: int = 0) ->
     for turn in track_progress(range(TURNS), "measuring passes of the server", "turns"):
         for width in WIDTHS if turn % 2 else reversed(WIDTHS):
             first_seconds[width].append(seconds_to_first([*repeated, *new_tokens(width)]))
-        _, steps, times, _ = server.stream(repeated, ANSWER_TOKENS, seed, ignore_eos=True)
+        _, steps, times, _ = server.stream(repeated, ANSWER_TOKENS, seed, ignore_eos=True, cache_prompt=True)
         token_seconds.append((times[-1] - times[1]) / max(1, sum(map(len, steps[1:]))))
         if turn < TURNS // 3:
             unknown_seconds.append(seconds_to_first(new_tokens(PROMPT_TOKENS)))
-    if np.median(first_seconds[1]) > KEPT * np.median(unknown_seconds):
+    if np.median(first_seconds[1]) > CACHED_SHARE * np.median(unknown_seconds):
         raise UserError(
             f"{server.setting}: it computes a known prompt again, so its passes cannot be timed by requests; let it "
-            "keep the cache of prompts (vLLM: --enable-prefix-caching, llama-server: --cache-reuse), or start the "
-            "engine by measure-engine"
+            "keep the cache of prompts (vLLM: --enable-prefix-caching), or start the engine by measure-engine"
         )
     return ServerCosts(tuple(token_seconds), {width: tuple(seconds) for width, seconds in first_seconds.items()})
 

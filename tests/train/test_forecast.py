@@ -41,15 +41,15 @@ def test_a_drafter_pays_where_its_tau_exceeds_the_cost_of_a_round() -> None:
     assert "it pays already" in describe_kind(cheap, CONFIG.minutes)
     assert f"it pays from about {dear.minutes_to_even:.3g} minutes" in describe_kind(dear, CONFIG.minutes)
     assert "it will not pay within 128 minutes" in describe_kind(hopeless, CONFIG.minutes)
-    expected = cheap.expected[0]
-    inside, outside = (reports_of({1.0: tau}, 1.3)[1.0] for tau in (expected.tau, expected.high + 0.1))
-    assert [judge_outcome(cheap, [report]).inside for report in (inside, outside)] == [True, False]
+    inside, outside = (reports_of({1.0: add + cheap.expected[0].high}, 1.3)[1.0] for add in (0.0, 0.1))
+    assert (judge_outcome(cheap, [inside]).inside, judge_outcome(cheap, [outside]).inside) == (True, False)
 
 
 def test_a_short_training_has_its_share_of_minutes_and_answers() -> None:
     for share, minutes, records in ((1 / 8, 2.0, 50), (1.0, 16.0, None)):
         steps = pipeline_of(CONFIG, share, 400).steps
         assert steps["small_lm"]["minutes"] == minutes
+        assert steps["small_lm"]["data.heldout_fraction"] == (0.16 if records else 0.05)  # enough of few answers
         assert [steps[name].get("data.max_records") for name in ("small_lm", "trigrams")] == [records] * 2
         assert steps["report"]["method"] == ["ngrams", "small_lm/survival"]
 

@@ -7,7 +7,7 @@ less than the one before:
 
 a is τ − 1 at the least size s_0, g ≥ 0 the gain of the first doubling, ρ the share of its gain that the next one adds.
 Few points determine ρ badly, so a forecast averages over all ρ, each weighted by how well it fits. Example: τ of 1.20,
-1.32 and 1.43 at 1/8, 1/4 and 1/2 of a budget; with ρ = 0.9 the whole budget has about 1.53, with ρ = 0.6 about 1.50.
+1.32 and 1.43 at 1/8, 1/4 and 1/2 of a budget; with ρ = 0.9 the whole budget has about 1.53, with ρ = 0.6 about 1.47.
 """
 
 from collections.abc import Sequence
