@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outrider.draft_models.eagle3.checkpoint import DRAFT_TOKENS, head_shapes
+from outrider.draft_models.eagle3.checkpoint import head_shapes
 from outrider.draft_models.eagle3.model import Eagle3
 from outrider.draft_models.eagle3.reading import Reading
+from outrider.draft_models.heads.files import DRAFT_TOKENS
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.inference.core.target_session import TargetSession
 from outrider.inference.core.tree import ROOT

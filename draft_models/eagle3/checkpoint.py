@@ -14,65 +14,52 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from outrider.base.errors import UserError, reason
-from outrider.base.files import package_version, read_mapping, require_writable, write_atomically, write_json
-from outrider.base.words import list_words
+from outrider.base.files import require_writable, write_atomically, write_json
 from outrider.draft_models.card import describe_serving
 from outrider.draft_models.eagle3.dialects import (
     FIRST_LAYER,
     MIDLAYER,
-    Shapes,
     config_in_dialect,
     dialect_of,
-    layer_config,
     local_name,
     read_config,
     require_expressible,
 )
 from outrider.draft_models.eagle3.model import Eagle3
-from outrider.draft_models.eagle3.reading import Reading, apply_changes, require_fitting_target
-from outrider.draft_models.formats.folder_model import require_weights
+from outrider.draft_models.eagle3.reading import Reading
 from outrider.draft_models.formats.gguf_file import MetadataValue
 from outrider.draft_models.formats.gguf_model import tensor_names
 from outrider.draft_models.formats.gguf_write import require_gguf, write_file
 from outrider.draft_models.formats.stored_tensors import CONFIG_FILE, SAFETENSORS
+from outrider.draft_models.heads.configs import layer_config
+from outrider.draft_models.heads.files import (
+    DRAFT_TOKENS,
+    HeadFiles,
+    choose_weights,
+    draft_tokens,
+    map_tensors,
+    open_files,
+    require_shapes,
+    written_facts,
+)
+from outrider.draft_models.heads.sizes import apply_changes, require_fitting_target
 from outrider.draft_models.targets.model_files import empty_model
 from outrider.draft_models.targets.settings import Dialect, ExportDialect, ReadingChanges, WrittenDialect
 from outrider.draft_models.targets.stack import LayerStack
-from outrider.draft_models.targets.tensor_files import TensorFiles, find_file, open_tensors
 
-D2T, T2D, DRAFT_TOKENS = "d2t", "t2d", "draft_tokens"
-MADE_WITH = "made_with"  # key in config.json of heads trained here: this toolkit's version
 AS_DECLARED = ReadingChanges()
 
 
-@dataclass(frozen=True)
-class StoredHead:
-    """A head on disk, checked but not loaded: its dialect, its reading, and its tensors' locations.
+@dataclass(frozen=True, kw_only=True)
+class StoredHead(HeadFiles):
+    """A head on disk, checked but not loaded: its dialect, and the reading that its config declares, with overrides."""
 
-    config: its config.json. reading: the one that its config declares, with overrides applied. stored_names: this
-    toolkit's name of each tensor → its name in the files.
-    """
-
-    source: str
     dialect: Dialect
-    config: Mapping[str, object]
     reading: Reading
-    files: TensorFiles
-    stored_names: Mapping[str, str]
-
-    def tensors(self, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """All tensors by their names here, in `dtype` unless they are integers. Raises `UserError`."""
-        read = self.files.read(self.stored_names.values(), dtype, device=device)
-        return {name: read[stored_names] for name, stored_names in self.stored_names.items()}
 
     def load(self, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Eagle3:
         """The head, frozen (see `make_head`). A missing embedding or head is set later, from the target."""
         return make_head(self.reading, self.tensors(dtype, device), self.source)
-
-    @property
-    def made_here(self) -> bool:
-        """Whether this toolkit trained it, so that its declared reading is right."""
-        return str(self.config.get(MADE_WITH, "")).startswith("outrider")
 
 
 def open_head(source: str, target: PreTrainedConfig, changes: ReadingChanges = AS_DECLARED) -> StoredHead:
@@ -81,121 +68,37 @@ def open_head(source: str, target: PreTrainedConfig, changes: ReadingChanges = A
     changes: overrides of the declared reading. Raises `UserError` if it is not an EAGLE-3 head, is for another target,
     or its tensors do not match its config.
     """
-    file = find_file(source, CONFIG_FILE, None)
-    if file is None:
-        raise UserError(f"eagle3={source}: no {CONFIG_FILE} there; give a directory or Hub name of an EAGLE-3 head")
-    config = read_mapping(file, "description of a head", "fetch it again")
-    files = open_tensors(source)
-    dialect = dialect_of(config, files.file_of, source)
-    stored_names = {local_name(name): name for name in files.file_of}
-    if len(stored_names) < len(files.file_of):
-        twice = sorted(set(files.file_of) - set(stored_names.values()))
-        raise UserError(f"eagle3={source}: tensors stored twice, under two names: {list_words(twice)}; fetch it again")
-    tensors = dict(files.open_stored(files.file_of))
-    require_weights(f"eagle3={source}", tensors)  # without a config: transformers does not load the head
-    shapes = {name: tuple(tensors[stored_name].shape) for name, stored_name in stored_names.items()}
+    stored = open_files("eagle3", source, "an EAGLE-3 head", local_name)
+    dialect = dialect_of(stored.config, stored.files.file_of, source)
     try:
-        declared = read_config(config, shapes, target.num_hidden_layers, source)
+        declared = read_config(stored.config, stored.shapes, target.num_hidden_layers, source)
     except UserError:
         if changes.taps is None:
             raise
-        declared = read_config(config, shapes, target.num_hidden_layers, source, changes.taps)
+        declared = read_config(stored.config, stored.shapes, target.num_hidden_layers, source, changes.taps)
     reading = apply_changes(declared, changes, target)
-    require_fitting_target(reading, target, source)
+    require_fitting_target(reading, target, stored.where)
     try:
-        _require_shapes(declared, shapes, dialect, source)
+        _require_shapes(declared, stored, dialect)
     except UserError:
         if reading == declared:
             raise
-        _require_shapes(reading, shapes, dialect, source)  # the config is wrong, and the overrides fit
-    return StoredHead(source, dialect, config, reading, files, stored_names)
-
-
-def stored_tokens(source: str, changes: ReadingChanges = AS_DECLARED) -> list[int] | None:
-    """The draft vocabulary of the head in `source`, from its d2t; None without a d2t, or if it has all tokens.
-
-    changes: as in `open_head`. Raises `UserError` if it cannot be read.
-    """
-    files = open_tensors(source)
-    stored_names = {local_name(name): name for name in files.file_of}
-    maps = {name: files.read([stored_names[name]])[stored_names[name]] for name in (D2T, T2D) if name in stored_names}
-    if D2T not in maps or (T2D in maps and len(maps[T2D]) == len(maps[D2T])):
-        return None
-    d2t = maps[D2T].long()
-    return (d2t if changes.draft_ids == "index" else torch.arange(len(d2t)) + d2t).tolist()
+        _require_shapes(reading, stored, dialect)  # the config is wrong, and the overrides fit
+    return StoredHead(**vars(stored), dialect=dialect, reading=reading)
 
 
 def make_head(reading: Reading, tensors: Mapping[str, Tensor], source: str) -> Eagle3:
     """The head of `reading` with `tensors`, by their names here, d2t and t2d included.
 
-    The reading may override the declared reading: then it may use only some of the tensors, and missing norms become
-    identities. Raises `UserError` if another tensor is missing or has another shape, and for invalid maps.
+    The reading may override the declared reading (see `choose_weights`). Raises `UserError`, also for invalid maps.
     """
-    fc, weights = tensors["fc.weight"], dict[str, Tensor]()
-    for name, shape in head_shapes(reading).items():
-        if name not in tensors and "norm" not in name:
-            raise UserError(f"eagle3={source}: has no {name}, which the reading asks for; take back that change")
-        weights[name] = tensors[name] if name in tensors else torch.ones(shape, dtype=fc.dtype, device=fc.device)
-        if tuple(weights[name].shape) != shape:
-            raise UserError(
-                f"eagle3={source}: tensor {name} has shape {list(weights[name].shape)}, but the reading asks for "
-                f"{list(shape)}; take back that change"
-            )
-    tokens = draft_tokens(reading, tensors.get(D2T), tensors.get(T2D), source)
+    where = f"eagle3={source}"
+    weights, tokens = choose_weights(head_shapes(reading), tensors, where), draft_tokens(reading, tensors, where)
     return Eagle3.of(reading, weights if tokens is None else {**weights, DRAFT_TOKENS: tokens})
 
 
-def draft_tokens(reading: Reading, d2t: Tensor | None, t2d: Tensor | None, source: str) -> Tensor | None:
-    """Ids [V_d], ascending, of the draft vocabulary; None: all tokens.
-
-    d2t [V_d]: see `Reading.draft_ids`; t2d [V]: whether a token is in it. Raises `UserError` for an id outside the
-    target's vocabulary, for repeated ids, and if the two maps disagree.
-    """
-    if d2t is not None and d2t.is_floating_point():
-        raise UserError(f"eagle3={source}: {D2T} holds {d2t.dtype}: expected integers; fetch the head again")
-    positions = torch.arange(reading.draft_vocabulary, device=None if d2t is None else d2t.device)
-    entries = torch.zeros_like(positions) if d2t is None else d2t.long()
-    ids = entries if reading.draft_ids == "index" else positions + entries
-    inverse = "offset" if reading.draft_ids == "index" else "index"
-    remedy = f"It holds {reading.draft_ids}s: reading.draft_ids={inverse} reads it otherwise. Or fetch the head again"
-    outside = (ids < 0) | (ids >= reading.vocabulary)
-    wrong = outside | (ids <= torch.nn.functional.pad(ids[:-1], (1, 0), value=-1))
-    if wrong.any():
-        index = int((outside if outside.any() else wrong).nonzero()[0])
-        raise UserError(
-            f"eagle3={source}: {D2T}[{index}]={int(entries[index])} makes draft token {index} the target's token "
-            f"{int(ids[index])}; expected ascending ones, 0 to {reading.vocabulary - 1}. {remedy}"
-        )
-    if len(ids) == reading.vocabulary:
-        return None  # t2d may then be anything: trainers ignore it
-    if t2d is not None and not torch.equal(t2d.nonzero().flatten(), ids):
-        raise UserError(
-            f"eagle3={source}: {D2T} and {T2D} name other tokens ({len(ids)} and {int(t2d.count_nonzero())}); "
-            f"expected the same. The trainer may have changed one map without the other. {remedy}"
-        )
-    return ids
-
-
-def _require_shapes(reading: Reading, shapes: Shapes, dialect: Dialect, source: str) -> None:
-    """Raise `UserError` naming tensors that are missing, unexpected, or of another shape than in the reading."""
-    expected = head_shapes(reading)
-    if reading.draft_vocabulary < reading.vocabulary or D2T in shapes:
-        expected[D2T] = (reading.draft_vocabulary,)
-    if T2D in shapes:
-        expected[T2D] = (reading.vocabulary,)
-    for what, names in ("missing", expected.keys() - shapes), ("unknown", shapes.keys() - expected):
-        if names:
-            listing = list_words([dialect_name(name, dialect) for name in sorted(names)])
-            raise UserError(
-                f"eagle3={source}: {what} tensors: {listing}. Expected those that its {CONFIG_FILE} asks for, and no "
-                "others; fetch the head again, or correct its description"
-            )
-    misfit = next((name for name in sorted(expected) if expected[name] != shapes[name]), None)
-    if misfit is not None:
-        raise UserError(
-            f"eagle3={source}: tensor {dialect_name(misfit, dialect)} has shape {list(shapes[misfit])}: expected "
-            f"{list(expected[misfit])}, as its {CONFIG_FILE} describes the head; correct that, or fetch it again"
-        )
+def _require_shapes(reading: Reading, stored: HeadFiles, dialect: Dialect) -> None:
+    require_shapes(reading, head_shapes(reading), stored, lambda name: dialect_name(name, dialect))
 
 
 def head_shapes(reading: Reading) -> dict[str, tuple[int, ...]]:
@@ -254,15 +157,11 @@ def save_head(
     written_tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
     ids = written_tensors.pop(DRAFT_TOKENS, None)
     if ids is not None or dialect == "specforge":  # which requires d2t and t2d
-        indices = torch.arange(head.reading.draft_vocabulary)
-        ids = indices if ids is None else ids
-        written_tensors[D2T] = ids - indices
-        written_tensors[T2D] = torch.zeros(head.reading.vocabulary, dtype=torch.bool).index_fill_(0, ids, True)
+        ids = torch.arange(head.reading.draft_vocabulary) if ids is None else ids
+        written_tensors |= map_tensors(ids, head.reading.vocabulary)
     tensors = {dialect_name(name, dialect): tensor for name, tensor in written_tensors.items()}
     config = config_in_dialect(head.reading, dialect, target, target_name, drafted)
-    config["dtype"] = config["torch_dtype"] = str(head.dtype).removeprefix("torch.")
-    if made_here:
-        config[MADE_WITH] = f"outrider {package_version()}"
+    config |= written_facts(head.dtype, made_here=made_here)
     require_writable(path)
     write_atomically(path / SAFETENSORS.single, save(tensors, metadata={"format": "pt"}))
     write_json(path / CONFIG_FILE, config)

@@ -13,32 +13,21 @@ tensors: some configs are copied from the target's and have the target's number 
 To read a head: `dialect_of` and `read_config`. To write one: `require_expressible`, then `config_in_dialect`.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from itertools import product
 from typing import Any
 
-from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import PreTrainedConfig
 
 from outrider.base.errors import UserError, reason
-from outrider.draft_models.eagle3.reading import Reading, default_aux_layers
+from outrider.draft_models.eagle3.reading import Reading
+from outrider.draft_models.heads.configs import LAYER_FIELDS, layer_config, layer_fields_of
+from outrider.draft_models.heads.sizes import Shapes, default_aux_layers
 from outrider.draft_models.targets.settings import Dialect, ExportDialect
 
-Shapes = Mapping[str, tuple[int, ...]]
 MIDLAYER, FIRST_LAYER, BASE = "midlayer.", "layers.0.", "model."
 AUX_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
-_LAYERS: dict[str, Callable[..., PreTrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
-# The fields of `Reading` by transformers' keys of a layer's config, and the further keys that decide what a layer is.
-_LAYER_FIELDS = {
-    "vocab_size": "vocabulary", "hidden_size": "hidden", "intermediate_size": "intermediate",
-    "num_hidden_layers": "layers", "num_attention_heads": "heads", "num_key_value_heads": "key_heads",
-    "head_dim": "head_dim", "rms_norm_eps": "epsilon", "hidden_act": "activation",
-    "max_position_embeddings": "max_positions", "attention_bias": "attention_bias", "mlp_bias": "mlp_bias",
-}  # fmt: skip
-_FURTHER_KEYS = (
-    "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "sliding_window", "use_sliding_window",
-    "max_window_layers", "layer_types",
-)  # fmt: skip
 # Switches of which this toolkit supports only the given value, and the meaning of other values.
 _FIXED_SWITCHES = {
     "use_aux_hidden_state": (True, "a head without aux hidden states, as EAGLE-1's"),
@@ -133,7 +122,7 @@ def _read_declared(config: Mapping[str, Any], shapes: Shapes, taps: tuple[int, .
         name: _read_switch(config, word, default in shapes if isinstance(default, str) else default)
         for name, (word, default) in _SWITCHES.items()
     }
-    sizes: dict[str, Any] = {name: getattr(layer, key, False) for key, name in _LAYER_FIELDS.items()}
+    sizes: dict[str, Any] = {name: getattr(layer, key, False) for key, name in LAYER_FIELDS.items()}
     return Reading(
         **sizes,
         **switches,
@@ -169,20 +158,6 @@ def _eagle_config(config: Mapping[str, object]) -> Mapping[str, object]:
     if not isinstance(eagle_config, dict):
         raise UserError(f"eagle_config={eagle_config!r}: expected a mapping")
     return eagle_config
-
-
-def layer_config(layer_fields: object, layers: int) -> PreTrainedConfig:
-    """transformers' config of a model of such layers, with its defaults: trainers omit values equal to defaults."""
-    if not isinstance(layer_fields, dict):
-        raise UserError(f"transformer_layer_config={layer_fields!r}: expected a mapping")
-    model_type = layer_fields.get("model_type", "llama")
-    if model_type not in _LAYERS:
-        raise UserError(f"model_type={model_type!r}: a head has layers of one of {', '.join(_LAYERS)}")
-    fields = {key: layer_fields[key] for key in (*_LAYER_FIELDS, *_FURTHER_KEYS) if layer_fields.get(key) is not None}
-    try:
-        return _LAYERS[model_type](**fields | {"num_hidden_layers": layers})
-    except Exception as error:  # any error of the class for unexpected values
-        raise UserError(f"describes no layer ({reason(error)})") from None
 
 
 def _read_aux_layers(config: Mapping[str, Any], target_layers: int) -> tuple[int, ...]:
@@ -248,7 +223,7 @@ def config_in_dialect(
         config["num_aux_hidden_states"] = len(reading.taps)
     if reading.hidden != reading.target_hidden:  # with this key EAGLE's own loader takes no embedding from the target
         config["target_hidden_size"] = reading.target_hidden
-    layer = _layer_fields(reading, target)
+    layer = layer_fields_of(reading, target)
     if dialect != "speculators":
         eagle_config = {"use_aux_hidden_state": True, AUX_LAYERS_KEY: [boundary - 1 for boundary in reading.taps]}
         return {"architectures": ["LlamaForCausalLMEagle3"], **config, **layer, "eagle_config": eagle_config}
@@ -266,19 +241,3 @@ def config_in_dialect(
             "verifier": {"name_or_path": target_name, "architectures": list(target.architectures or ())},
         },
     }
-
-
-def _layer_fields(reading: Reading, target: PreTrainedConfig) -> dict[str, object]:
-    """The layer's config in transformers' keys; rope as in versions before 5, which later versions read as well."""
-    rope = {name: value for name, value in reading.rope.items() if name not in ("rope_theta", "partial_rotary_factor")}
-    layer = {
-        "model_type": "qwen3" if reading.head_norms else "llama",
-        **{key: getattr(reading, name) for key, name in _LAYER_FIELDS.items()},
-        "rope_theta": reading.rope["rope_theta"],
-        "rope_scaling": None if rope["rope_type"] == "default" else rope,
-        "tie_word_embeddings": False,
-        **{name: getattr(target, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
-    }
-    if "partial_rotary_factor" in reading.rope:
-        layer["partial_rotary_factor"] = reading.rope["partial_rotary_factor"]
-    return layer

@@ -15,19 +15,16 @@ positions of a step after step 0. So a step can leave out positions, which later
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from outrider.base.errors import UserError, reason
 from outrider.draft_models.eagle3.reading import Reading
+from outrider.draft_models.heads.layers import DraftHead, HeadAttention, head_mlp
 from outrider.draft_models.targets.attention import grouped_attention
-from outrider.draft_models.targets.narrowed import spread_logits
 from outrider.draft_models.targets.target import Band, LayerCache, Mask, Masks, Rotary
 
 KeysValues = tuple[Tensor, Tensor]  # keys and values, [B, Hk, N, D] of a step
@@ -131,23 +128,8 @@ def _add_key(query: Tensor, key: Tensor, value: Tensor, score: Tensor) -> tuple[
 HeadCache = LayerCache | Steps | None
 
 
-class HeadAttention(nn.Module):
-    """Attention of a layer of the head. `layer_idx` is its index in the head's own cache."""
-
-    def __init__(self, reading: Reading, input_width: int, layer_idx: int):
-        """input_width: of its input; the first layer's input is twice as wide as its output."""
-        super().__init__()
-        self.layer_idx = layer_idx
-        self.head_dim = reading.head_dim
-        self.rotary_dim = reading.rotary_dim
-        query_width, key_width = reading.heads * reading.head_dim, reading.key_heads * reading.head_dim
-        bias = reading.attention_bias
-        self.q_proj = nn.Linear(input_width, query_width, bias=bias)
-        self.k_proj = nn.Linear(input_width, key_width, bias=bias)
-        self.v_proj = nn.Linear(input_width, key_width, bias=bias)
-        self.o_proj = nn.Linear(query_width, reading.hidden, bias=bias)
-        self.q_norm = LlamaRMSNorm(reading.head_dim, reading.epsilon) if reading.head_norms else nn.Identity()
-        self.k_norm = LlamaRMSNorm(reading.head_dim, reading.epsilon) if reading.head_norms else nn.Identity()
+class StepAttention(HeadAttention):
+    """Attention of a layer of the head, of passes and of the steps of training."""
 
     def forward(self, x: Sequence[Tensor], mask: Mask, rotary: Rotary, cache: HeadCache) -> Tensor:
         """x: its input [B, Q, width] in parts, side by side → [B, Q, H]."""
@@ -159,24 +141,15 @@ class HeadAttention(nn.Module):
         else:
             joined = torch.cat([*x], -1)
             projections = [layer(joined) for layer in layers]
-        query, key, value = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in projections)
-        query, key = self._rotate(self.q_norm(query), rotary), self._rotate(self.k_norm(key), rotary)
-        scaling = self.head_dim**-0.5
+        query, key, value = map(self.split_heads, projections)
+        query, key = self.rotate(self.q_norm(query), rotary), self.rotate(self.k_norm(key), rotary)
         if isinstance(cache, Steps):
             assert isinstance(mask, Band)
-            mixed = cache.attend(self, query, (key, value), mask, self.layer_idx, scaling)
-        else:
-            if cache is not None:
-                key, value = cache.update(key, value, self.layer_idx)
-            mixed, _ = grouped_attention(self, query, key, value, mask, scaling=scaling)
-        return self.o_proj(mixed.flatten(2))
-
-    def _rotate(self, x: Tensor, rotary: Rotary) -> Tensor:
-        """x [B, heads, Q, D] at its positions: the first `rotary_dim` dimensions rotate."""
-        cos, sin = (table[:, None] for table in rotary.tables[0])
-        rotating, constant = x.split([self.rotary_dim, self.head_dim - self.rotary_dim], dim=-1)
-        rotating = rotating * cos + rotate_half(rotating) * sin
-        return torch.cat([rotating, constant], dim=-1) if constant.shape[-1] else rotating
+            mixed = cache.attend(self, query, (key, value), mask, self.layer_idx, self.head_dim**-0.5)
+            return self.o_proj(mixed.flatten(2))
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+        return self.attend(query, key, value, mask)
 
 
 class HeadLayer(GradientCheckpointingLayer):
@@ -188,16 +161,8 @@ class HeadLayer(GradientCheckpointingLayer):
     def __init__(self, reading: Reading, layer_idx: int):
         super().__init__()
         is_first_layer = layer_idx == 0
-        self.self_attn = HeadAttention(reading, reading.hidden * (2 if is_first_layer else 1), layer_idx)
-        self.mlp = LlamaMLP(
-            LlamaConfig(
-                hidden_size=reading.hidden,
-                intermediate_size=reading.intermediate,
-                num_attention_heads=1,  # the default of 32 heads refuses a width that 32 does not divide
-                mlp_bias=reading.mlp_bias,
-                hidden_act=reading.activation,
-            )
-        )
+        self.self_attn = StepAttention(reading, reading.hidden * (2 if is_first_layer else 1), layer_idx)
+        self.mlp = head_mlp(reading)
         self.norm_before_residual = reading.norm_before_residual
         normed = reading.embedding_norm or not is_first_layer
         self.input_layernorm = LlamaRMSNorm(reading.hidden, reading.epsilon) if normed else nn.Identity()
@@ -216,29 +181,19 @@ class HeadLayer(GradientCheckpointingLayer):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class Eagle3(nn.Module):
+class Eagle3(DraftHead):
     """The head: `features` of the aux hidden states, `run` on features and tokens, `logits` of the output of `run`.
 
     The output of `run` is also the next step's feature, since the target has not computed the true feature. A cache
     must keep the entries of true features only: entries of drafted tokens are dropped at the end of a round, and
     accepted tokens run again, all in one pass.
-
-    draft_tokens: ids [V_d], ascending, of its draft vocabulary; None: the whole vocabulary. Without its own embedding,
-    `use_embedding` must be called before `run`; the target's is kept in a list, so that it does not become a submodule.
     """
-
-    draft_tokens: Tensor | None
-    cos: Tensor
-    sin: Tensor
 
     def __init__(self, reading: Reading, *, all_tokens: bool):
         """Create it on the meta device, without weights. all_tokens: without a draft vocabulary."""
-        super().__init__()
+        super().__init__(reading, all_tokens=all_tokens)
         self.reading = reading
-        self.windows = list(reading.windows)
         width, joined = reading.target_hidden, len(reading.taps) * reading.target_hidden
-        tokens = None if all_tokens else torch.empty(reading.draft_vocabulary, dtype=torch.long, device="meta")
-        self.register_buffer("draft_tokens", tokens)
         with torch.device("meta"):
             norms = [LlamaRMSNorm(width, reading.epsilon) for _ in reading.taps] if reading.tap_norms else []
             self.fc_norm = nn.ModuleList(norms)
@@ -248,10 +203,6 @@ class Eagle3(nn.Module):
             self.norm = LlamaRMSNorm(reading.hidden, reading.epsilon) if reading.final_norm else nn.Identity()
             self.lm_head = nn.Linear(reading.hidden, reading.draft_vocabulary, bias=False)
             self.embed_tokens = nn.Embedding(reading.vocabulary, reading.hidden) if reading.own_embedding else None
-        self.shared_embedding: list[Tensor] = []
-        self._rotary = [_rotary_of(reading)]  # in a list, so that its frequencies stay in float32
-        self.register_buffer("cos", torch.empty(0), persistent=False)
-        self.register_buffer("sin", torch.empty(0), persistent=False)
 
     @classmethod
     def of(cls, reading: Reading, weights: Mapping[str, Tensor]) -> "Eagle3":
@@ -259,51 +210,16 @@ class Eagle3(nn.Module):
 
         `draft_models.eagle3.checkpoint` checks names and shapes first, with a `UserError`.
         """
-        head = cls(reading, all_tokens="draft_tokens" not in weights)
-        head.load_state_dict(dict(weights), strict=True, assign=True)
-        return head.requires_grad_(False).eval()
-
-    layered = None  # see `RunnableLayers`
+        return cls(reading, all_tokens="draft_tokens" not in weights).with_weights(weights)
 
     @property
-    def device(self) -> torch.device:
-        return self._norm_weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._norm_weight.dtype
-
-    @property
-    def _norm_weight(self) -> Tensor:
-        """A weight that keeps its layout when linear layers are packed."""
-        first: Any = self.layers[0]
-        return first.hidden_norm.weight
-
-    @property
-    def tables(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        return ((self.cos, self.sin),)
-
-    def use_embedding(self, weight: Tensor) -> None:
-        """Share the target's embedding [V, H], unscaled (only if the head has none)."""
-        self.shared_embedding = [weight]
+    def norm_weight(self) -> Tensor:
+        return self.layers[0].get_parameter("hidden_norm.weight")
 
     def use_head(self, weight: Tensor) -> None:
         """Use a copy of the required rows of the target's head [V, H] (only if the reading says so)."""
         rows = weight if self.draft_tokens is None else weight[self.draft_tokens]
         self.lm_head.weight = nn.Parameter(rows.detach().to(self.dtype).clone(), requires_grad=False)
-
-    def reserve(self, positions: int) -> None:
-        if positions <= len(self.cos):
-            return
-        cos, sin = self._rotary[0](torch.empty(1, dtype=torch.float32), torch.arange(positions)[None])
-        self.cos, self.sin = (table[0].to(self.device, self.dtype) for table in (cos, sin))
-
-    def rotary(self, positions: Tensor) -> Rotary:
-        return Rotary(positions, ((self.cos[positions], self.sin[positions]),))
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """tokens [...] → their embeddings [..., H]."""
-        return F.embedding(tokens, self.shared_embedding[0] if self.embed_tokens is None else self.embed_tokens.weight)
 
     def features(self, aux: Tensor) -> Tensor:
         """aux [B, Q, k · H_t], the target's aux hidden states at `reading.taps`, concatenated → features [B, Q, H]."""
@@ -331,29 +247,3 @@ class Eagle3(nn.Module):
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """The output of `run` [..., H] → logits over the draft vocabulary [..., V_d]."""
         return self.lm_head(self.normalise(hidden))
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """The same over the vocabulary [..., V], where other tokens have probability 0."""
-        logits = self.draft_logits(hidden)
-        tokens = self.draft_tokens
-        return logits if tokens is None else spread_logits(logits, tokens, self.reading.vocabulary)
-
-
-def _rotary_of(reading: Reading) -> LlamaRotaryEmbedding:
-    """The module that computes rotary tables; its config's head_dim is the number of dimensions that rotate."""
-    rope: dict[str, Any] = {name: value for name, value in reading.rope.items() if name != "partial_rotary_factor"}
-    try:
-        return LlamaRotaryEmbedding(
-            LlamaConfig(
-                hidden_size=reading.heads * reading.rotary_dim,
-                num_attention_heads=reading.heads,
-                head_dim=reading.rotary_dim,
-                max_position_embeddings=reading.max_positions,
-                rope_parameters=rope,
-            )
-        )
-    except Exception as error:  # any error of transformers for an unknown type, or one that lacks a parameter
-        raise UserError(
-            f"rope_parameters={reading.rope}: describe no rotary embedding of transformers ({reason(error)}); correct "
-            "them in the head's config.json"
-        ) from None

@@ -1,123 +1,36 @@
-"""The interpretation of an EAGLE-3 head's tensors: sizes, and everything in which trainers of such heads differ.
+"""The interpretation of an EAGLE-3 head's tensors: everything in which trainers of such heads differ.
 
-A head on disk has the reading that its config.json declares (`dialects.read_config`), with the user's corrections
-(`apply_changes`). `new_reading` is the reading of a head to be trained, with the target's sizes.
+`new_reading` is the reading of a head to be trained, with the target's sizes.
 """
 
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
 
-from annotated_types import Ge
 from transformers import PreTrainedConfig
-from transformers.activations import ACT2FN
 
-from outrider.base.errors import UserError, require
-from outrider.base.settings import Count, Positive, Settings
-from outrider.draft_models.targets.model_spec import RESCALING_ROPE, context_limit, key_heads
-from outrider.draft_models.targets.settings import ReadingChanges
+from outrider.base.errors import require
+from outrider.draft_models.heads.sizes import HeadSizes, default_aux_layers, rope_base
+from outrider.draft_models.targets.model_spec import context_limit, key_heads
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading(Settings):
+class Reading(HeadSizes):
     """How the tensors of a head are read (EAGLE-3, arXiv 2503.01840). The same tensors may fit several readings.
 
     Raises `UserError` naming a field with an impossible value.
     """
 
-    taps: tuple[Annotated[int, Ge(0)], ...]  # aux layers: boundaries of the target's (see `LayerStack.run_with_aux`)
-    target_hidden: Count  # width of an aux hidden state
-    hidden: Count
-    intermediate: Count
-    layers: Count
-    heads: Count
-    key_heads: Count
-    head_dim: Count
-    epsilon: Positive  # of every norm
-    activation: str
-    vocabulary: Count  # tokens of the target
-    draft_vocabulary: Count  # number of tokens that it has logits for
-    rope: dict[str, Any]  # as transformers' rope_parameters
-    max_positions: Count  # as its trainer wrote it; only some ropes use it, and it is often less than the head supports
-    windows: tuple[int | None, ...]  # for each layer: how many positions it sees, its own included; null: all
-    attention_bias: bool = False
-    mlp_bias: bool = False
     fc_bias: bool = False
-    head_norms: bool = False  # queries and keys are normed per head (Qwen3)
     tap_norms: bool = False  # every aux hidden state is normed before fc (EAGLE-3.1, "fc_norm")
     joint_norm: bool = False  # their concatenation is normed ("norm_before_fc")
     embedding_norm: bool = True  # the embedding is normed before attention ("use_input_layernorm_in_first_layer")
     norm_before_residual: bool = False  # the residual stream of the first layer begins with the normed feature
     final_norm: bool = True  # there is a norm before the head ("use_last_layernorm")
     norm_output: bool = False  # the next step gets the output of that norm (EAGLE-3.1)
-    own_embedding: bool = False  # false: it shares the target's embedding
-    own_head: bool = True  # false: its logits use rows of the target's head, whatever its file has
-    draft_ids: Literal["offset", "index"] = "offset"  # the target's id of draft token i is i + d2t[i], or d2t[i]
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ascending = list(self.taps) == sorted(set(self.taps))
-        self.require("taps", bool(self.taps) and ascending, "boundaries in ascending order")
-        self.require("activation", self.activation in ACT2FN, "a name that transformers knows")
-        self.require("key_heads", self.heads % self.key_heads == 0, f"a divisor of heads={self.heads}")
-        limit = f"at most vocabulary={self.vocabulary}"
-        self.require("draft_vocabulary", self.draft_vocabulary <= self.vocabulary, limit)
-        self.require("windows", len(self.windows) == self.layers, f"one for each of {self.layers} layers")
         require(not (self.tap_norms and self.joint_norm), "tap_norms", True, "false where joint_norm is true")
         require(self.final_norm or not self.norm_output, "norm_output", True, "false where final_norm is false")
-        same_width = self.hidden == self.target_hidden
-        expected = f"target_hidden={self.target_hidden}, or an embedding of its own"
-        self.require("hidden", self.own_embedding or same_width, expected)
-        expected = f"true, as hidden={self.hidden} is not target_hidden={self.target_hidden}"
-        require(self.own_head or same_width, "own_head", False, expected)
-        kind = self.rope.get("rope_type")
-        require(kind not in RESCALING_ROPE, "rope_type", kind, "a rope that is the same for texts of any length")
-        require(self.rotary_dim % 2 == 0, "partial_rotary_factor", self._rotary_share, "an even part of head_dim")
-
-    @property
-    def _rotary_share(self) -> float:
-        return float(self.rope.get("partial_rotary_factor", 1.0))
-
-    @property
-    def rotary_dim(self) -> int:
-        """The number of leading dimensions of a head that rotate."""
-        return int(self.head_dim * self._rotary_share)
-
-
-def apply_changes(reading: Reading, changes: ReadingChanges, target: PreTrainedConfig) -> Reading:
-    """`reading` with `changes`, for a target of config `target`. Raises `UserError` if the result is impossible."""
-    overrides = changes.overrides  # a new dict
-    rope, theta = overrides.pop("rope", None), overrides.pop("rope_theta", None)
-    parameters = dict(reading.rope)
-    if rope == "plain":
-        parameters = {"rope_type": "default", "rope_theta": parameters["rope_theta"]}
-    elif rope == "target":
-        parameters = dict(getattr(target, "rope_parameters", None) or {})
-        if "rope_theta" not in parameters:
-            raise UserError("reading.rope=target: the target has no rope, or several; give reading.rope_theta")
-    if theta is not None:
-        parameters["rope_theta"] = theta
-    try:
-        return replace(reading, **overrides, rope=parameters)
-    except UserError as error:
-        raise UserError(f"reading.{error}") from None
-
-
-def require_fitting_target(reading: Reading, config: PreTrainedConfig, source: str) -> None:
-    """Raise `UserError` unless a head of this `reading` fits a target of `config`; source: the head's location."""
-    for head_key, key, size, expected in (
-        ("target_hidden_size", "hidden_size", reading.target_hidden, config.hidden_size),
-        ("vocab_size", "vocab_size", reading.vocabulary, config.vocab_size),
-    ):
-        if size != expected:
-            raise UserError(
-                f"eagle3={source}: made for a target with {key}={size} ({head_key}), this one has {key}={expected}; "
-                "give the target that it was trained for, or a head for this one"
-            )
-    if reading.taps[-1] > config.num_hidden_layers:
-        raise UserError(
-            f"eagle3={source}: taps the target at the boundaries {list(reading.taps)}, but expected are 0 to "
-            f"{config.num_hidden_layers} (its layers); give the target that it was trained for"
-        )
 
 
 def new_reading(
@@ -155,14 +68,3 @@ def new_reading(
         tap_norms=newer,
         norm_output=newer,
     )
-
-
-def default_aux_layers(layers: int) -> tuple[int, ...]:
-    """A low, a middle and a high boundary: EAGLE's own three, or the nearest ones if the target is too small."""
-    return tuple(sorted({2, layers // 2, layers - 3} if layers >= 7 else {1, layers // 2, layers - 1}))
-
-
-def rope_base(target: PreTrainedConfig) -> float:
-    """The base of the target's rotary embedding if it has a single one; else the usual base."""
-    theta = (getattr(target, "rope_parameters", None) or {}).get("rope_theta")
-    return float(theta) if isinstance(theta, int | float) else 10000.0

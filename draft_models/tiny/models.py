@@ -12,12 +12,13 @@ from transformers.utils import logging as transformers_logging
 from outrider.base.errors import reason
 from outrider.draft_models.calibration import drafter_digest, save_calibration
 from outrider.draft_models.calibration_head import CalibrationHead
-from outrider.draft_models.eagle3.checkpoint import DRAFT_TOKENS, head_shapes, save_head
+from outrider.draft_models.eagle3.checkpoint import head_shapes, save_head
 from outrider.draft_models.eagle3.model import Eagle3
 from outrider.draft_models.eagle3.reading import Reading
 from outrider.draft_models.early_exit.checkpoint import read_meta, save_pretrained
 from outrider.draft_models.early_exit.model import EarlyExit, exit_layers
 from outrider.draft_models.formats.save_model import save_parts
+from outrider.draft_models.heads.files import DRAFT_TOKENS
 from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.draft_models.targets.fingerprint import model_identity
 from outrider.draft_models.targets.open_target import open_target

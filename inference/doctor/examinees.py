@@ -13,17 +13,13 @@ from torch import Tensor
 
 from outrider.base.errors import UserError
 from outrider.base.settings import construct
-from outrider.draft_models.eagle3.checkpoint import D2T, StoredHead, make_head, open_head
 from outrider.draft_models.eagle3.checkpoint import TRAINING_FILE as HEAD_TRAINING_FILE
+from outrider.draft_models.eagle3.checkpoint import StoredHead, make_head, open_head
 from outrider.draft_models.eagle3.model import Eagle3, Steps
-from outrider.draft_models.eagle3.reading import (
-    Reading,
-    apply_changes,
-    default_aux_layers,
-    require_fitting_target,
-    rope_base,
-)
+from outrider.draft_models.eagle3.reading import Reading
 from outrider.draft_models.early_exit.model import EarlyExit
+from outrider.draft_models.heads.files import D2T
+from outrider.draft_models.heads.sizes import apply_changes, default_aux_layers, require_fitting_target, rope_base
 from outrider.draft_models.small_lm.model import TRAINING_FILE as LM_TRAINING_FILE
 from outrider.draft_models.small_lm.model import SmallLM, last_id
 from outrider.draft_models.targets.fingerprint import Fingerprint
@@ -140,7 +136,7 @@ def examine_head(model: Eagle3, where: str, target: OpenTarget, stack: Target, c
     tensors = stored_head.tensors(stack.dtype, stack.device)
 
     def make(reading: Reading) -> Eagle3:
-        require_fitting_target(reading, target.config, stored_head.source)
+        require_fitting_target(reading, target.config, stored_head.where)
         head = make_head(reading, tensors, stored_head.source)
         if not reading.own_embedding:
             head.use_embedding(embedding)

@@ -16,7 +16,7 @@ from outrider.base.processes import join_processes
 from outrider.data_prep.text.rows import PackedRows, load_rows
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.card import CARD_FILE
-from outrider.draft_models.eagle3.checkpoint import TRAINING_FILE, open_head, stored_tokens
+from outrider.draft_models.eagle3.checkpoint import TRAINING_FILE, open_head
 from outrider.draft_models.targets.open_target import load_config
 from outrider.inference.drafters.eagle3.drafter import Eagle3DraftModel, Eagle3Plugin
 from outrider.train.eagle3 import Eagle3Student, train_eagle3
@@ -55,7 +55,7 @@ def test_a_trained_head_is_lossless_and_better(sure: Path, tmp_path: Path, corpu
 
     head = open_head(str(tmp_path / "out"), load_config(str(sure))).load(torch.float32)
     assert head.draft_tokens is not None
-    assert head.draft_tokens.tolist() == stored_tokens(str(tmp_path / "out"))
+    assert head.draft_tokens.tolist() == Eagle3Plugin().draft_vocabulary(str(tmp_path / "out"))
     assert len(head.draft_tokens) == 60
     model, stack = open_stack(sure)
     head.use_embedding(stack.embed_tokens.weight)

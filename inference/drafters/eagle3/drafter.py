@@ -10,8 +10,9 @@ from transformers import PreTrainedConfig
 
 from outrider.draft_models.calibration import drafter_digest
 from outrider.draft_models.eagle3 import checkpoint
-from outrider.draft_models.eagle3.dialects import is_head
+from outrider.draft_models.eagle3.dialects import is_head, local_name
 from outrider.draft_models.eagle3.model import Eagle3
+from outrider.draft_models.heads.files import stored_tokens
 from outrider.draft_models.targets.open_target import OpenTarget
 from outrider.draft_models.targets.settings import ReadingChanges
 from outrider.draft_models.targets.stack import require_layers
@@ -144,7 +145,7 @@ class Eagle3Plugin(TrainedDrafterPlugin[Eagle3]):
         lay_out(drafter, target.device)
 
     def draft_vocabulary(self, where: str) -> Sequence[int] | None:
-        return checkpoint.stored_tokens(where, changes=self.changes)
+        return stored_tokens(where, local_name, by_index=self.changes.draft_ids == "index")
 
     def empty_model(self, where: str, target: PreTrainedConfig) -> nn.Module:
         return Eagle3(checkpoint.open_head(where, target, changes=self.changes).reading, all_tokens=True)

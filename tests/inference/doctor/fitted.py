@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from outrider.draft_models.eagle3.checkpoint import DRAFT_TOKENS, MADE_WITH, head_shapes, save_head
+from outrider.draft_models.eagle3.checkpoint import head_shapes, save_head
 from outrider.draft_models.eagle3.model import Eagle3
 from outrider.draft_models.eagle3.reading import Reading
+from outrider.draft_models.heads.files import DRAFT_TOKENS, MADE_WITH
 from outrider.draft_models.targets.open_target import OpenTarget
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.inference.doctor.examinees import draft_by_head

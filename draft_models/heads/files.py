@@ -1,0 +1,170 @@
+"""The files of a draft head: opened strictly, missing and unexpected tensors are errors; and its draft vocabulary.
+
+A head with tensors filled in or dropped would draft badly without any error.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.base.errors import UserError
+from outrider.base.files import package_version, read_mapping
+from outrider.base.words import list_words
+from outrider.draft_models.formats.folder_model import require_weights
+from outrider.draft_models.formats.stored_tensors import CONFIG_FILE
+from outrider.draft_models.heads.sizes import HeadSizes, Shapes
+from outrider.draft_models.targets.tensor_files import TensorFiles, find_file, open_tensors
+
+D2T, T2D, DRAFT_TOKENS = "d2t", "t2d", "draft_tokens"
+MADE_WITH = "made_with"  # key in config.json of heads trained here: this toolkit's version
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadFiles:
+    """A head on disk, of which only headers were read.
+
+    source: its directory or Hub name. where: the same, as the user typed it: "eagle3=PATH". config: its config.json.
+    stored_names: this toolkit's name of each tensor → its name in the files. shapes: by the names here.
+    """
+
+    source: str
+    where: str
+    config: Mapping[str, object]
+    files: TensorFiles
+    stored_names: Mapping[str, str]
+    shapes: Shapes
+
+    def tensors(self, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """All tensors by their names here, in `dtype` unless they are integers. Raises `UserError`."""
+        read = self.files.read(self.stored_names.values(), dtype, device=device)
+        return {name: read[stored_names] for name, stored_names in self.stored_names.items()}
+
+    @property
+    def made_here(self) -> bool:
+        """Whether this toolkit trained it, so that its declared reading is right."""
+        return str(self.config.get(MADE_WITH, "")).startswith("outrider")
+
+
+def open_files(option: str, source: str, what: str, local_name: Callable[[str], str]) -> HeadFiles:
+    """The head in `source`, a directory or Hub name, given as `option`. what: "an EAGLE-3 head"; local_name: the name
+    here of a tensor in the file. Raises `UserError` if it cannot be read."""
+    where = f"{option}={source}"
+    file = find_file(source, CONFIG_FILE, None)
+    if file is None:
+        raise UserError(f"{where}: no {CONFIG_FILE} there; give a directory or Hub name of {what}")
+    config = read_mapping(file, "description of a head", "fetch it again")
+    files = open_tensors(source)
+    stored_names = {local_name(name): name for name in files.file_of}
+    if len(stored_names) < len(files.file_of):
+        twice = sorted(set(files.file_of) - set(stored_names.values()))
+        raise UserError(f"{where}: tensors stored twice, under two names: {list_words(twice)}; fetch it again")
+    tensors = dict(files.open_stored(files.file_of))
+    require_weights(where, tensors)  # without a config: transformers does not load the head
+    shapes = {name: tuple(tensors[stored_name].shape) for name, stored_name in stored_names.items()}
+    return HeadFiles(source=source, where=where, config=config, files=files, stored_names=stored_names, shapes=shapes)
+
+
+def require_shapes(
+    sizes: HeadSizes, weights: Shapes, stored: HeadFiles, file_name: Callable[[str], str] = lambda name: name
+) -> None:
+    """Raise `UserError` naming tensors of `stored` that are missing, unexpected, or of another shape than in `weights`,
+    which are those of the reading. file_name: the name in the file of a tensor here."""
+    expected, shapes, where = dict(weights), stored.shapes, stored.where
+    if sizes.draft_vocabulary < sizes.vocabulary or D2T in shapes:
+        expected[D2T] = (sizes.draft_vocabulary,)
+    if T2D in shapes:
+        expected[T2D] = (sizes.vocabulary,)
+    for what, names in ("missing", expected.keys() - shapes), ("unknown", shapes.keys() - expected):
+        if names:
+            listing = list_words([file_name(name) for name in sorted(names)])
+            raise UserError(
+                f"{where}: {what} tensors: {listing}. Expected those that its {CONFIG_FILE} asks for, and no "
+                "others; fetch the head again, or correct its description"
+            )
+    misfit = next((name for name in sorted(expected) if expected[name] != shapes[name]), None)
+    if misfit is not None:
+        raise UserError(
+            f"{where}: tensor {file_name(misfit)} has shape {list(shapes[misfit])}: expected "
+            f"{list(expected[misfit])}, as its {CONFIG_FILE} describes the head; correct that, or fetch it again"
+        )
+
+
+def choose_weights(shapes: Shapes, tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+    """Those of `tensors` that a reading asks for, which has these `shapes`; missing norms become identities.
+
+    Raises `UserError` if another tensor is missing or has another shape.
+    """
+    fc, weights = tensors["fc.weight"], dict[str, Tensor]()
+    for name, shape in shapes.items():
+        if name not in tensors and "norm" not in name:
+            raise UserError(f"{where}: has no {name}, which the reading asks for; take back that change")
+        weights[name] = tensors[name] if name in tensors else torch.ones(shape, dtype=fc.dtype, device=fc.device)
+        if tuple(weights[name].shape) != shape:
+            raise UserError(
+                f"{where}: tensor {name} has shape {list(weights[name].shape)}, but the reading asks for "
+                f"{list(shape)}; take back that change"
+            )
+    return weights
+
+
+def draft_tokens(sizes: HeadSizes, tensors: Mapping[str, Tensor], where: str) -> Tensor | None:
+    """Ids [V_d], ascending, of the draft vocabulary; None: all tokens.
+
+    Of `tensors`, d2t [V_d]: see `HeadSizes.draft_ids`; t2d [V]: whether a token is in it. Raises `UserError` for an id
+    outside the target's vocabulary, for repeated ids, and if the two maps disagree.
+    """
+    d2t, t2d = tensors.get(D2T), tensors.get(T2D)
+    if d2t is not None and d2t.is_floating_point():
+        raise UserError(f"{where}: {D2T} holds {d2t.dtype}: expected integers; fetch the head again")
+    positions = torch.arange(sizes.draft_vocabulary, device=None if d2t is None else d2t.device)
+    entries = torch.zeros_like(positions) if d2t is None else d2t.long()
+    ids = entries if sizes.draft_ids == "index" else positions + entries
+    inverse = "offset" if sizes.draft_ids == "index" else "index"
+    remedy = f"It holds {sizes.draft_ids}s: reading.draft_ids={inverse} reads it otherwise. Or fetch the head again"
+    outside = (ids < 0) | (ids >= sizes.vocabulary)
+    wrong = outside | (ids <= torch.nn.functional.pad(ids[:-1], (1, 0), value=-1))
+    if wrong.any():
+        index = int((outside if outside.any() else wrong).nonzero()[0])
+        raise UserError(
+            f"{where}: {D2T}[{index}]={int(entries[index])} makes draft token {index} the target's token "
+            f"{int(ids[index])}; expected ascending ones, 0 to {sizes.vocabulary - 1}. {remedy}"
+        )
+    if len(ids) == sizes.vocabulary:
+        return None  # t2d may then be anything: trainers ignore it
+    if t2d is not None and not torch.equal(t2d.nonzero().flatten(), ids):
+        raise UserError(
+            f"{where}: {D2T} and {T2D} name other tokens ({len(ids)} and {int(t2d.count_nonzero())}); "
+            f"expected the same. The trainer may have changed one map without the other. {remedy}"
+        )
+    return ids
+
+
+def stored_tokens(source: str, local_name: Callable[[str], str], *, by_index: bool) -> list[int] | None:
+    """The draft vocabulary of the head in `source`, from its d2t; None without a d2t, or if it has all tokens.
+
+    by_index: d2t has ids, not offsets. Raises `UserError` if it cannot be read.
+    """
+    files = open_tensors(source)
+    stored_names = {local_name(name): name for name in files.file_of}
+    maps = {name: files.read([stored_names[name]])[stored_names[name]] for name in (D2T, T2D) if name in stored_names}
+    if D2T not in maps or (T2D in maps and len(maps[T2D]) == len(maps[D2T])):
+        return None
+    d2t = maps[D2T].long()
+    return (d2t if by_index else torch.arange(len(d2t)) + d2t).tolist()
+
+
+def map_tensors(ids: Tensor, vocabulary: int) -> dict[str, Tensor]:
+    """d2t [V_d] with offsets and t2d [V] of the draft vocabulary `ids` [V_d], as they are written."""
+    return {
+        D2T: ids - torch.arange(len(ids)),
+        T2D: torch.zeros(vocabulary, dtype=torch.bool).index_fill_(0, ids, True),
+    }
+
+
+def written_facts(dtype: torch.dtype, *, made_here: bool) -> dict[str, object]:
+    """What config.json says of a written head besides its reading. made_here: as `HeadFiles.made_here`."""
+    name = str(dtype).removeprefix("torch.")
+    maker = {MADE_WITH: f"outrider {package_version()}"} if made_here else {}
+    return {"dtype": name, "torch_dtype": name, **maker}

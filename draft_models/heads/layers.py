@@ -1,0 +1,161 @@
+"""The modules that draft heads share: attention, an MLP, rotary tables, and what every head has besides its layers."""
+
+from collections.abc import Mapping
+from typing import Any, Self, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
+
+from outrider.base.errors import UserError, reason
+from outrider.draft_models.heads.sizes import HeadSizes
+from outrider.draft_models.targets.attention import grouped_attention
+from outrider.draft_models.targets.narrowed import spread_logits
+from outrider.draft_models.targets.target import Mask, Rotary
+
+
+class HeadAttention(nn.Module):
+    """Attention of a layer of a head. `layer_idx` is its index in the head's own cache."""
+
+    def __init__(self, sizes: HeadSizes, input_width: int, layer_idx: int):
+        """input_width: of its input; the first layer's input may be wider than its output."""
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.head_dim = sizes.head_dim
+        self.rotary_dim = sizes.rotary_dim
+        query_width, key_width = sizes.heads * sizes.head_dim, sizes.key_heads * sizes.head_dim
+        bias = sizes.attention_bias
+        self.q_proj = nn.Linear(input_width, query_width, bias=bias)
+        self.k_proj = nn.Linear(input_width, key_width, bias=bias)
+        self.v_proj = nn.Linear(input_width, key_width, bias=bias)
+        self.o_proj = nn.Linear(query_width, sizes.hidden, bias=bias)
+        self.q_norm = LlamaRMSNorm(sizes.head_dim, sizes.epsilon) if sizes.head_norms else nn.Identity()
+        self.k_norm = LlamaRMSNorm(sizes.head_dim, sizes.epsilon) if sizes.head_norms else nn.Identity()
+
+    def split_heads(self, projection: Tensor) -> Tensor:
+        """A projection [B, Q, heads · D] → [B, heads, Q, D]."""
+        return projection.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def rotate(self, x: Tensor, rotary: Rotary) -> Tensor:
+        """x [B, heads, Q, D] at its positions: the first `rotary_dim` dimensions rotate."""
+        cos, sin = (table[:, None] for table in rotary.tables[0])
+        rotating, constant = x.split([self.rotary_dim, self.head_dim - self.rotary_dim], dim=-1)
+        rotating = rotating * cos + rotate_half(rotating) * sin
+        return torch.cat([rotating, constant], dim=-1) if constant.shape[-1] else rotating
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
+        """query [B, heads, Q, D] over keys and values [B, key heads, K, D] → the output [B, Q, H]."""
+        mixed, _ = grouped_attention(self, query, key, value, mask, scaling=self.head_dim**-0.5)
+        return cast("Tensor", self.o_proj(mixed.flatten(2)))
+
+
+def head_mlp(sizes: HeadSizes) -> LlamaMLP:
+    """The MLP of a head's layer."""
+    return LlamaMLP(
+        LlamaConfig(
+            hidden_size=sizes.hidden,
+            intermediate_size=sizes.intermediate,
+            num_attention_heads=1,  # the default of 32 heads refuses a width that 32 does not divide
+            mlp_bias=sizes.mlp_bias,
+            hidden_act=sizes.activation,
+        )
+    )
+
+
+class DraftHead(nn.Module):
+    """What every draft head has besides its layers: its vocabulary, its embedding, its rotary tables.
+
+    draft_tokens: ids [V_d], ascending, of its draft vocabulary; None: the whole vocabulary. Without its own embedding,
+    `use_embedding` must be called first; the target's is kept in a list, so that it does not become a submodule.
+    """
+
+    draft_tokens: Tensor | None
+    embed_tokens: nn.Embedding | None
+    cos: Tensor
+    sin: Tensor
+    layered = None  # see `RunnableLayers`
+
+    def __init__(self, sizes: HeadSizes, *, all_tokens: bool):
+        """all_tokens: without a draft vocabulary."""
+        super().__init__()
+        self.windows = list(sizes.windows)
+        tokens = None if all_tokens else torch.empty(sizes.draft_vocabulary, dtype=torch.long, device="meta")
+        self.register_buffer("draft_tokens", tokens)
+        self.vocabulary = sizes.vocabulary
+        self.shared_embedding: list[Tensor] = []
+        self._rotary = [_rotary_of(sizes)]  # in a list, so that its frequencies stay in float32
+        self.register_buffer("cos", torch.empty(0), persistent=False)
+        self.register_buffer("sin", torch.empty(0), persistent=False)
+
+    def with_weights(self, weights: Mapping[str, Tensor]) -> Self:
+        """Itself with `weights`, by the names of this module; frozen. The callers check names and shapes first."""
+        self.load_state_dict(dict(weights), strict=True, assign=True)
+        return self.requires_grad_(False).eval()
+
+    @property
+    def norm_weight(self) -> Tensor:
+        """A weight that keeps its layout when linear layers are packed."""
+        raise NotImplementedError
+
+    @property
+    def device(self) -> torch.device:
+        return self.norm_weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.norm_weight.dtype
+
+    @property
+    def tables(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        return ((self.cos, self.sin),)
+
+    def reserve(self, positions: int) -> None:
+        if positions <= len(self.cos):
+            return
+        cos, sin = self._rotary[0](torch.empty(1, dtype=torch.float32), torch.arange(positions)[None])
+        self.cos, self.sin = (table[0].to(self.device, self.dtype) for table in (cos, sin))
+
+    def rotary(self, positions: Tensor) -> Rotary:
+        return Rotary(positions, ((self.cos[positions], self.sin[positions]),))
+
+    def use_embedding(self, weight: Tensor) -> None:
+        """Share the target's embedding [V, H], unscaled (only if the head has none)."""
+        self.shared_embedding = [weight]
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """tokens [...] → their embeddings [..., H]."""
+        return F.embedding(tokens, self.shared_embedding[0] if self.embed_tokens is None else self.embed_tokens.weight)
+
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        """The output of the layers [..., H] → logits over the draft vocabulary [..., V_d]."""
+        raise NotImplementedError
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The same over the vocabulary [..., V], where other tokens have probability 0."""
+        return self.spread(self.draft_logits(hidden))
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """Logits over the draft vocabulary [..., V_d] → over the vocabulary [..., V]."""
+        return logits if self.draft_tokens is None else spread_logits(logits, self.draft_tokens, self.vocabulary)
+
+
+def _rotary_of(sizes: HeadSizes) -> LlamaRotaryEmbedding:
+    """The module that computes rotary tables; its config's head_dim is the number of dimensions that rotate."""
+    rope: dict[str, Any] = {name: value for name, value in sizes.rope.items() if name != "partial_rotary_factor"}
+    try:
+        return LlamaRotaryEmbedding(
+            LlamaConfig(
+                hidden_size=sizes.heads * sizes.rotary_dim,
+                num_attention_heads=sizes.heads,
+                head_dim=sizes.rotary_dim,
+                max_position_embeddings=sizes.max_positions,
+                rope_parameters=rope,
+            )
+        )
+    except Exception as error:  # any error of transformers for an unknown type, or one that lacks a parameter
+        raise UserError(
+            f"rope_parameters={sizes.rope}: describe no rotary embedding of transformers ({reason(error)}); correct "
+            "them in the head's config.json"
+        ) from None

@@ -1,0 +1,130 @@
+"""The sizes of a draft head, and the part of its reading that all kinds of heads share.
+
+A head on disk has the reading that its config.json declares, with the user's corrections (`apply_changes`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, Literal, TypeVar
+
+from annotated_types import Ge
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+
+from outrider.base.errors import UserError, require
+from outrider.base.settings import Count, Positive, Settings
+from outrider.draft_models.targets.model_spec import RESCALING_ROPE
+from outrider.draft_models.targets.settings import ReadingChanges
+
+Shapes = Mapping[str, tuple[int, ...]]  # of the tensors in a file, by their names here
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSizes(Settings):
+    """How the tensors of a head are read, where all kinds of heads agree. The same tensors may fit several readings.
+
+    Raises `UserError` naming a field with an impossible value.
+    """
+
+    taps: tuple[Annotated[int, Ge(0)], ...]  # aux layers: boundaries of the target's (see `LayerStack.run_with_aux`)
+    target_hidden: Count  # width of an aux hidden state
+    hidden: Count
+    intermediate: Count
+    layers: Count
+    heads: Count
+    key_heads: Count
+    head_dim: Count
+    epsilon: Positive  # of every norm
+    activation: str
+    vocabulary: Count  # tokens of the target
+    draft_vocabulary: Count  # number of tokens that it has logits for
+    rope: dict[str, Any]  # as transformers' rope_parameters
+    max_positions: Count  # as its trainer wrote it; only some ropes use it, and it is often less than the head supports
+    windows: tuple[int | None, ...]  # for each layer: how many positions it sees, its own included; null: all
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    head_norms: bool = False  # queries and keys are normed per head (Qwen3)
+    own_embedding: bool = False  # false: it shares the target's embedding
+    own_head: bool = True  # false: its logits use rows of the target's head, whatever its file has
+    draft_ids: Literal["offset", "index"] = "offset"  # the target's id of draft token i is i + d2t[i], or d2t[i]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ascending = list(self.taps) == sorted(set(self.taps))
+        self.require("taps", bool(self.taps) and ascending, "boundaries in ascending order")
+        self.require("activation", self.activation in ACT2FN, "a name that transformers knows")
+        self.require("key_heads", self.heads % self.key_heads == 0, f"a divisor of heads={self.heads}")
+        limit = f"at most vocabulary={self.vocabulary}"
+        self.require("draft_vocabulary", self.draft_vocabulary <= self.vocabulary, limit)
+        self.require("windows", len(self.windows) == self.layers, f"one for each of {self.layers} layers")
+        same_width = self.hidden == self.target_hidden
+        expected = f"target_hidden={self.target_hidden}, or an embedding of its own"
+        self.require("hidden", self.own_embedding or same_width, expected)
+        expected = f"true, as hidden={self.hidden} is not target_hidden={self.target_hidden}"
+        require(self.own_head or same_width, "own_head", False, expected)
+        kind = self.rope.get("rope_type")
+        require(kind not in RESCALING_ROPE, "rope_type", kind, "a rope that is the same for texts of any length")
+        require(self.rotary_dim % 2 == 0, "partial_rotary_factor", self._rotary_share, "an even part of head_dim")
+
+    @property
+    def _rotary_share(self) -> float:
+        return float(self.rope.get("partial_rotary_factor", 1.0))
+
+    @property
+    def rotary_dim(self) -> int:
+        """The number of leading dimensions of a head that rotate."""
+        return int(self.head_dim * self._rotary_share)
+
+
+Sizes = TypeVar("Sizes", bound=HeadSizes)
+
+
+def apply_changes(reading: Sizes, changes: ReadingChanges, target: PreTrainedConfig) -> Sizes:
+    """`reading` with `changes`, for a target of config `target`. Raises `UserError` if the result is impossible."""
+    overrides = changes.overrides  # a new dict
+    rope, theta = overrides.pop("rope", None), overrides.pop("rope_theta", None)
+    unread = overrides.keys() - {field.name for field in fields(reading)}
+    if unread:
+        raise UserError(f"reading.{min(unread)}: this kind of head has no such reading; leave it out")
+    parameters = dict(reading.rope)
+    if rope == "plain":
+        parameters = {"rope_type": "default", "rope_theta": parameters["rope_theta"]}
+    elif rope == "target":
+        parameters = dict(getattr(target, "rope_parameters", None) or {})
+        if "rope_theta" not in parameters:
+            raise UserError("reading.rope=target: the target has no rope, or several; give reading.rope_theta")
+    if theta is not None:
+        parameters["rope_theta"] = theta
+    try:
+        return replace(reading, **overrides, rope=parameters)
+    except UserError as error:
+        raise UserError(f"reading.{error}") from None
+
+
+def require_fitting_target(reading: HeadSizes, config: PreTrainedConfig, where: str) -> None:
+    """Raise `UserError` unless a head of this `reading` fits a target of `config`; where: as in "eagle3=PATH"."""
+    for head_key, key, size, expected in (
+        ("target_hidden_size", "hidden_size", reading.target_hidden, config.hidden_size),
+        ("vocab_size", "vocab_size", reading.vocabulary, config.vocab_size),
+    ):
+        if size != expected:
+            raise UserError(
+                f"{where}: made for a target with {key}={size} ({head_key}), this one has {key}={expected}; "
+                "give the target that it was trained for, or a head for this one"
+            )
+    if reading.taps[-1] > config.num_hidden_layers:
+        raise UserError(
+            f"{where}: taps the target at the boundaries {list(reading.taps)}, but expected are 0 to "
+            f"{config.num_hidden_layers} (its layers); give the target that it was trained for"
+        )
+
+
+def default_aux_layers(layers: int) -> tuple[int, ...]:
+    """A low, a middle and a high boundary: EAGLE's own three, or the nearest ones if the target is too small."""
+    return tuple(sorted({2, layers // 2, layers - 3} if layers >= 7 else {1, layers // 2, layers - 1}))
+
+
+def rope_base(target: PreTrainedConfig) -> float:
+    """The base of the target's rotary embedding if it has a single one; else the usual base."""
+    theta = (getattr(target, "rope_parameters", None) or {}).get("rope_theta")
+    return float(theta) if isinstance(theta, int | float) else 10000.0
