@@ -60,10 +60,15 @@ def _rate(figures: Figures | None) -> str:
     return " | ".join([number(figures["tokens_per_second"], 1), *ratios] if figures else 3 * ["–"])
 
 
-def interval(ratio: Mapping[str, Any] | None) -> str:
-    """A median with its interval, as in all tables."""
+FEWEST = 5  # prompts that an interval needs
+
+
+def interval(ratio: Mapping[str, Any] | None, prompts: int = FEWEST) -> str:
+    """A median with its interval, as in all tables; without one for fewer than `FEWEST` prompts."""
     if ratio is None or ratio["median"] is None:
         return "–"
+    if prompts < FEWEST:
+        return f"{ratio['median']:.2f}×"
     return f"{ratio['median']:.2f}× [{ratio['ci95'][0]:.2f}, {ratio['ci95'][1]:.2f}]"
 
 
@@ -79,7 +84,8 @@ def said(entry: Mapping[str, Any]) -> str:
 def table(arms: Mapping[str, Figures]) -> str:
     """All prompts together, as Markdown, slowest first."""
     lines = [
-        "| arm | identical | τ | tokens/s | over plain decoding [95 %] | with prefill | over `generate` [95 %] |",
+        "| arm | identical | τ | tokens/s | over plain decoding, median [95 %] | with prefill | over "
+        "`generate` [95 %] |",
         "|---|---|---|---|---|---|---|",
     ]
     for name in by_speed(arms):
@@ -161,13 +167,13 @@ def requests(entry: Mapping[str, Any]) -> str:
     """The arms of bench_batch.py, slowest first. With several numbers of requests, for each of them: tokens/s of all,
     and the seconds to the first token (median) and to the last (95 %)."""
     counts, lines = [str(count) for count in entry["in_flight"]], [entry["note"] + "\n"] if entry["note"] else []
-    alone = ["tokens/s", "decoding", "over Outrider, no drafter [95 %]", "to the first token", "same text"]
+    alone = ["tokens/s", "decoding", "over Outrider, no drafter, median [95 %]", "to the first token", "same text"]
     heads = ["arm", *(alone if counts == ["1"] else [f"{count} at once" for count in counts])]
     lines += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name, arm in sorted(entry["arms"].items(), key=lambda item: item[1][counts[0]]["tokens_per_second"]):
         one, every = arm[counts[0]], [arm[count] for count in counts]
         same = "–" if entry["temperature"] else f"{one['identical']}/{one['requests']}"
-        cells = [f"{one['tokens_per_second']:.0f}", f"{one['decoding']:.0f}", interval(one["over_plain"]),
+        cells = [f"{one['tokens_per_second']:.0f}", f"{one['decoding']:.0f}", interval(one["over_plain"], one["requests"]),
                  f"{one['first_seconds']['median']:.2f} s", same]  # fmt: skip
         if counts != ["1"]:
             cells = [f"{one['tokens_per_second']:.0f}, {one['first_seconds']['median']:.2f}, "

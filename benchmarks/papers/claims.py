@@ -145,6 +145,10 @@ QUANTITIES = {
         "tokens per pass, by weights",
         lambda c: c["tokens"] / np.maximum(c["rounds"] + c["drafted"] * c.get("step_weights", 0)
                                            / np.maximum(c.get("pass_weights", 0), 1e-12), 1e-12), ("step_weights",)),
+    # assumed: a draft step takes 0.1, and a verifying pass 1.1, of the time of plain decoding's pass
+    "modelled": Quantity("speed-up, modelled",
+                         lambda c: c["tokens"] / np.maximum(1.1 * c["rounds"] + 0.1 * c["drafted"], 1e-12),
+                         ("rounds",)),
     "trained_steps": Quantity("steps", _share("trained_steps", "trained_runs"), ("trained_runs",), 0),
     "speedup": Quantity("speed-up", _share("plain_seconds", "seconds"), ("seconds",)),
     # EESD's Eqs. 13 and 14: the time of all drafts, and as many passes over one token as there are rounds

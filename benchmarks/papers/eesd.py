@@ -260,17 +260,19 @@ def breakdown(no_head: str, head: str) -> Table:
 def lengths(no_head: str, head: str) -> Table:
     fixed = [Row(f"K = {k}", chain("fixed", longest=k), x=k, line="K") for k in LENGTHS]
     rules = (Row("Beta-TS", chain("beta")), Row("Cali-TS", chain("calibrated"), never=no_head))
-    claims = [Claim(f"Beta-TS beats {row.name} (HM)", "hm", (row.name, "Beta-TS"), of="Beta-TS beats every K (HM)")
+    claims = [Claim(f"Beta-TS {does} {row.name} ({by})", name, (row.name, "Beta-TS"), ours=True)
+              for name, does, by in (("modelled", "is faster than", "modelled"), ("hm", "beats", "HM"))
               for row in fixed]  # fmt: skip
     claims += [Claim(f"Beta-TS is faster than {row.name}", "speedup", (row.name, "Beta-TS"),
                      of="Beta-TS is faster than every K") for row in fixed]  # fmt: skip
     claims.append(Claim("Cali-TS is faster than Beta-TS", "speedup", ("Beta-TS", "Cali-TS"), of=CALI_FASTER))
     return Table(
         "Fig. 3: the length of drafts",
-        SHOWN,
+        ("modelled", *SHOWN),
         (*fixed, *rules),
         tuple(claims),
-        plot="hm",
+        plot="modelled",
         xlabel="K",
-        note=f"The paper has curves of speed-up only. A rule beats the best K if it beats every one. {head}".strip(),
+        note="The paper has curves of speed-up only, so HM and the modelled speed-up are ours. Modelled: a draft step "
+        f"takes 0.1, and a verifying pass 1.1, of the time of plain decoding's pass. {head}".strip(),
     )

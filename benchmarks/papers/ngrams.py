@@ -37,7 +37,7 @@ def others(options: Any) -> Table:
     rows = [Row(name, drafting(replace(MIXED, nodes=nodes)), other=where, measure=apart)
             for nodes, name in ours.items()]  # fmt: skip
     rows += [Row(name, other=where, measure=measure, never=without_suffixes(where)) for name, measure in known.items()]
-    claims = [Claim(f"`ngrams` emits more a round than {name}, from as many nodes or fewer", "tau",
+    claims = [Claim(f"`ngrams` emits more a round than {name}, whose drafts may be as large or larger", "tau",
                     (name, ours[11 if name.startswith(FEW) else 64]), ours=True) for name in known]  # fmt: skip
     title = f"Beside other programs, from {Path(where).name}"
     return Table(title, ("tau", "per_round", "acceptance"), tuple(rows), tuple(claims))

@@ -174,13 +174,14 @@ def scaling(shapes: str) -> Table:
     rows = [Row(f"{line}, {n} nodes", make(n), x=n, line=line) for line, make in lines.items() for n in SIZES]
     own = {line: tuple(f"{line}, {n} nodes" for n in SIZES) for line in lines}
     few = max(nodes for nodes in SIZES if nodes <= WEAK)
-    claims = [Claim("τ of OPT-Tree grows up to 500 nodes", "tau", (own["OPT-Tree"][0], own["OPT-Tree"][-1]))]
+    ends = own["OPT-Tree"][0], own["OPT-Tree"][-1]
+    claims = [Claim("τ of OPT-Tree grows up to 500 nodes", "tau", ends, ours=True)]  # the paper's small drafter's hardly
     claims += [Claim(f"τ of {line} grows up to {few} nodes", "tau", (own[line][0], f"{line}, {few} nodes"))
                for line in lines]  # fmt: skip
     claims += [Claim(f"OPT-Tree beats Sequoia at {n} nodes", "tau", (f"Sequoia, {n} nodes", f"OPT-Tree, {n} nodes"),
                      of="OPT-Tree beats Sequoia") for n in SIZES]  # fmt: skip
-    claims.append(Claim("Sequoia hardly grows from 150 to 500 nodes", "tau",
-                        ("Sequoia, 150 nodes", "Sequoia, 500 nodes"), "level"))  # fmt: skip
+    claims += [Claim(f"{line} hardly grows from 150 to 500 nodes", "tau",
+                     (f"{line}, 150 nodes", f"{line}, 500 nodes"), "level") for line in lines]  # fmt: skip
     return Table(
         "Fig. 6: τ by the size of the tree, beside Sequoia's",
         ("tau",),
