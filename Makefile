@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 ENGINES := .engines
 
 .DEFAULT_GOAL := help
-.PHONY: help install engines other-ngrams kernels demo demo-real smollm2 test test-all test-fast test-gpu test-kernels gpu-record lint format clean
+.PHONY: help install engines kernels demo demo-real smollm2 test test-all test-fast test-gpu test-kernels gpu-record lint format clean
 .NOTPARALLEL:
 
 help: ## this list (the default)
@@ -66,16 +66,6 @@ $(ENGINES)/%/.installed: $(STAMP) tests/inference/serving/engine_needs.py
 	$(ENGINES)/$*/bin/python tests/inference/serving/engine_needs.py $(foreach package,$(PACKAGES),$(firstword $(subst ==, ,$(package)))) > $(ENGINES)/$*/needs.txt
 	$(ENGINES)/$*/bin/pip install --quiet --disable-pip-version-check --requirement $(ENGINES)/$*/needs.txt 'setuptools<81'
 	touch $@
-
-# A library from benchmarks/papers/others.cpp: its name, what it is told, and headers whose folders it needs.
-other = g++ -O2 -DNDEBUG -std=c++20 -w -shared -fPIC $(2) $(foreach header,$(3),-I$(dir $(shell find -L $(SOURCES) -name $(header) -print -quit))) benchmarks/papers/others.cpp -o $(ENGINES)/others/$(1).so
-other-ngrams: ## libraries for benchmarks/paper.py ngrams --others .engines/others; SOURCES=FOLDER has llama.cpp, ArcticInference and SGLang
-	mkdir -p $(ENGINES)/others
-	$(call other,llama-static,-DLLAMA,ngram-cache.h llama.h ggml.h)
-	$(call other,llama-dynamic,-DLLAMA -DDYNAMIC,ngram-cache.h llama.h ggml.h)
-	$(call other,vllm-suffix,-DARCTIC,suffix_tree.h)
-	$(call other,sglang-11,-DSGLANG=11 -DCORPUS=8,suffix_automaton.h)
-	$(call other,sglang-64,-DSGLANG=64 -DCORPUS=48,suffix_automaton.h)
 
 gpu-record: $(STAMP) ## everything that a GPU can tell in ten minutes: ARGS='--target … --prompts …', or ARGS=--rehearse
 	$(RUN)python benchmarks/gpu_record.py $(ARGS)

@@ -1,22 +1,20 @@
-"""The record on a real model: every method and its peers on the same prompts of several categories, in turn.
+"""The record on a real model: every method on the same prompts of several categories, in turn.
 
     python benchmarks/bench_real.py target=runs/smollm2/fetch checkpoint=runs/smollm2/eesd \
         small_lm=runs/smollm2/small_lm table=runs/smollm2/trigrams dtype=float32 \
         method=[eesd_beta,eesd_cali,eesd_auto,vanilla,opt_tree_auto,gsd,mcsd,aded,ngrams,prompt_lookup] \
         --prompts chat=mt_bench.jsonl --prompts maths=gsm8k.jsonl --minutes 90
 
-Methods are named as for evaluate-checkpoint, which measures them and writes its report to --work. Peers with the same
-weights: transformers' `generate`, its prompt lookup, and its assisted generation by the same small LM and by the same
-early exit, put together as a model; each of those with K tokens and with its defaults. bench_batch.py has llama.cpp.
+Methods are named as for evaluate-checkpoint, which measures them and writes its report to --work. bench_batch.py has
+other programs.
 
 The result of every prompt is saved. The same command resumes a run that was stopped, or whose --minutes are over. A run
 replaces the entry of its dtype in --out and keeps the others. What it is made of lies beside it (record_raw.py).
 """
 
 import argparse
-import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -27,27 +25,19 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 from record_raw import entry_of, packed, raw_file, read_raw, write_raw
 from record_tables import tables
-from transformers_arms import assisted_arms
 
 from outrider.base.errors import UserError, require
 from outrider.base.files import read_json, require_writable, write_json
 from outrider.commands.composing import build, compose_config, explain
 from outrider.commands.ending import report_errors
-from outrider.draft_models.early_exit.checkpoint import as_causal_lm, from_pretrained
-from outrider.draft_models.small_lm.model import load_for_engine
 from outrider.inference.evaluate.evaluation import evaluate_checkpoint
-from outrider.inference.loading.models import Models
-from outrider.inference.loading.target_setup import TargetSetup
-from outrider.inference.measure.prepared import Peers
-from outrider.inference.measure.results import REPORT_FILE, RUN_FILE, Arm, read_results
+from outrider.inference.measure.results import REPORT_FILE, read_results
 from outrider.inference.report.types import read_reports
 from outrider.inference.settings.evaluate import EvaluateConfig
 
-PEERS = Path(__file__).with_name("transformers_arms.py")  # whose code decides what is measured
 # Options of evaluate-checkpoint that this command sets itself or does not use.
 SAID_OTHERWISE = ("prompts", "prompt_text", "prompt_chars", "num_prompts", "minutes", "transcripts", "tokenizer",
                   "out_dir", "resume", "debug", "plan", "card", "wandb", "show_prompts")  # fmt: skip
-ArmsFor = Callable[[int], Mapping[str, Arm]]  # new tokens of these
 
 
 def evaluation(options: argparse.Namespace) -> EvaluateConfig:
@@ -66,44 +56,8 @@ def evaluation(options: argparse.Namespace) -> EvaluateConfig:
     return replace(config, out_dir=str(options.work / config.dtype), **own)
 
 
-def assisted_peers(config: EvaluateConfig, options: argparse.Namespace, setup: TargetSetup, models: Models) -> ArmsFor:
-    """transformers' own assisted generation by the drafters of `config`, but for the peers of --without."""
-    helpers: dict[str, Any] = {}
-    if config.checkpoint is not None:
-        drafter = from_pretrained(config.checkpoint, setup.target.config, setup.target.fingerprint, dtype=setup.dtype)
-        helpers["assisted_early_exit"] = as_causal_lm(drafter, setup.target, setup.dtype)
-    if config.small_lm is not None:
-        rows = setup.config.vocab_size
-        helpers["assisted_small_lm"] = load_for_engine(config.small_lm, setup.target.tokenizer, setup.dtype, rows)
-    for helper in helpers.values():
-        helper.requires_grad_(False).eval().to(setup.device)
-
-    def arms_for(new_tokens: int) -> dict[str, Arm]:
-        settings = setup.text(new_tokens, config.sampling).for_generate()
-        arms = assisted_arms(models.reference, settings, options.draft_tokens, helpers)
-        for name in options.without:
-            require(name in arms, "without", name, f"peers, among {sorted(arms)}")
-        return {name: arm for name, arm in arms.items() if name not in options.without}
-
-    return arms_for
-
-
-def arms_of_peers(options: argparse.Namespace, config: EvaluateConfig) -> Peers:
-    """All peers but those of --without."""
-    code = hashlib.sha256(PEERS.read_bytes()).hexdigest()[:12]
-    identity = {"code": code, "draft_tokens": options.draft_tokens}
-    identity |= {"without": sorted(options.without)} if options.without else {}
-
-    def make(setup: TargetSetup, models: Models, positions: int) -> ArmsFor:
-        require(not setup.stops, "stop_strings", setup.stops, "none: not every peer knows them")
-        return assisted_peers(config, options, setup, models)
-
-    return Peers(make, identity)
-
-
 def raw_of(folder: Path, options: argparse.Namespace, seed: int) -> dict[str, Any]:
     """The measurements in `folder` and their conditions (see record_raw.py)."""
-    run: Any = read_json(folder / RUN_FILE, "record of a run", "measure in another --work")
     reports = read_reports(folder / REPORT_FILE, "measure in another --work")
     first, measured_on = reports[0], reports[0].conditions
     measured = [one for _, one in sorted(read_results(folder).items()) if one.turns]
@@ -116,7 +70,6 @@ def raw_of(folder: Path, options: argparse.Namespace, seed: int) -> dict[str, An
         "made_with": first.made_with,
         "max_new_tokens": measured_on.max_new_tokens,
         "threads": dict(Counter(one.threads for one in measured)),
-        "peers": run["settings"]["peers"],
         "prompts_asked": measured_on.prompts_given,
         "prompt_files": options.prompts,
         "per_category": options.per_category,
@@ -141,7 +94,7 @@ def record(options: argparse.Namespace) -> None:
     prompts.sort(key=lambda prompt: prompt.category)  # --minutes takes them evenly spread over all
     if not options.again:
         with suppress(SystemExit):  # a method that is not lossless is in the record as such
-            evaluate_checkpoint(config, prompts, peers=arms_of_peers(options, config))
+            evaluate_checkpoint(config, prompts)
     out, name = options.out or options.work / "record.json", "_".join(filter(None, (config.dtype, options.label)))
     require_writable(out.parent)
     write_raw(raw_file(out), name, raw_of(Path(config.out_dir), options, config.seed))
@@ -159,8 +112,6 @@ def main() -> None:
     parser.add_argument("--per-category", type=int, default=16, help="prompts of each category, evenly spread")
     parser.add_argument("--minutes", type=float, help="as of evaluate-checkpoint; the same command goes on")
     parser.add_argument("--work", type=Path, default=Path("runs/record"), help="where all results are kept")
-    parser.add_argument("--draft-tokens", type=int, default=5, help="K of transformers' drafts")
-    parser.add_argument("--without", action="append", default=[], metavar="ARM", help="a peer that takes no part")
     parser.add_argument("--out", type=Path, help="the JSON file; default: record.json in --work")
     parser.add_argument("--label", default="", help="what the entry's name has after its dtype, as float32_LABEL")
     parser.add_argument("--again", action="store_true", help="measure nothing: make the entry of what --work has")

@@ -2,7 +2,7 @@
 
     python benchmarks/paper.py gsd --target T --small-lm S --prompts chat=mt_bench.jsonl
 
-PAPER is eesd, aded, gsd, opt_tree, mcsd or block; or ngrams, which is no paper (papers/ngrams.py). Every table that
+PAPER is eesd, aded, gsd, opt_tree or mcsd; or ngrams, which is no paper (papers/ngrams.py). Every table that
 does not need the paper's hardware is printed with its figures and ours, and with every claim: *holds*, *does not hold*,
 *undecided*, or *not run* and why. Claims are orderings and trends. They are judged by 95 % jackknife intervals over
 conversations, all rows on the same ones.
@@ -49,7 +49,7 @@ from outrider.draft_models.early_exit.checkpoint import provenance
 from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.settings.kinds import KINDS
 
-PAPERS = ("eesd", "aded", "gsd", "opt_tree", "mcsd", "block", "ngrams")
+PAPERS = ("eesd", "aded", "gsd", "opt_tree", "mcsd", "ngrams")
 RESULTS = Path(__file__).parent / "results"
 ALL = 10**9  # prompts
 AGAIN = "give another --out"
@@ -66,14 +66,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--eagle3", help="an EAGLE-3 head for it")
     parser.add_argument("--table", action="append", help="an n-gram table; aded and ngrams: several")
     parser.add_argument("--ablation", help="eesd: a folder with the drafters no_layer and open_data")
-    parser.add_argument(
-        "--skip", type=int, nargs="+", help="layers that self-speculation leaves out; eesd chooses, block: every second"
-    )
+    parser.add_argument("--skip", type=int, nargs="+", help="layers that self-speculation leaves out; eesd chooses")
     parser.add_argument("--shot", action="store_true", help="one solved example before every prompt")
     parser.add_argument("--code-table", help="aded: a table of source code, for prompts named code")
     parser.add_argument("--transcripts", help="aded: recorded greedy answers instead of --target")
     parser.add_argument("--tokenizer", help="of --transcripts")
-    parser.add_argument("--others", metavar="FOLDER", help="ngrams: libraries of other programs (see papers/others.py)")
     parser.add_argument("--prompts", action="append", metavar="NAME=FILE", help="a category and its prompts; several")
     parser.add_argument("--template", default="auto", choices=get_args(PromptTemplate), help="as evaluate-checkpoint's")
     parser.add_argument("--num-prompts", type=int, default=12, help="of each category, evenly spread")
@@ -110,8 +107,7 @@ def read_options(options: argparse.Namespace) -> argparse.Namespace:
 
 def require_same(options: argparse.Namespace) -> None:
     """Raise `UserError` where --work has counts of other models, prompts or lengths."""
-    free = ("work", "out", "tables", "minutes", "timed", "timed_tokens", "label", "judge", "num_prompts",
-            "others")  # fmt: skip
+    free = ("work", "out", "tables", "minutes", "timed", "timed_tokens", "label", "judge", "num_prompts")
     asked = {key: value for key, value in vars(options).items() if key not in free}
     asked |= {"digests": digests_of(options)}
     path = options.work / "options.json"

@@ -173,8 +173,9 @@ def requests(entry: Mapping[str, Any]) -> str:
     for name, arm in sorted(entry["arms"].items(), key=lambda item: item[1][counts[0]]["tokens_per_second"]):
         one, every = arm[counts[0]], [arm[count] for count in counts]
         same = "–" if entry["temperature"] else f"{one['identical']}/{one['requests']}"
-        cells = [f"{one['tokens_per_second']:.0f}", f"{one['decoding']:.0f}", interval(one["over_plain"], one["requests"]),
-                 f"{one['first_seconds']['median']:.2f} s", same]  # fmt: skip
+        cells = [f"{one['tokens_per_second']:.0f}", f"{one['decoding']:.0f}",
+                 interval(one["over_plain"], one["requests"]), f"{one['first_seconds']['median']:.2f} s",
+                 same]  # fmt: skip
         if counts != ["1"]:
             cells = [f"{one['tokens_per_second']:.0f}, {one['first_seconds']['median']:.2f}, "
                      f"{one['whole_seconds']['p95']:.2f}" for one in every]  # fmt: skip

@@ -16,7 +16,7 @@ from outrider.draft_models.ngrams.table import map_table
 from outrider.inference.settings.method import MethodConfig, NgramConfig
 from outrider.inference.settings.sampling import SamplingConfig
 from papers.claims import Claim, Row, Table
-from papers.others import NO_REST, Retrieved, measured_by
+from papers.rest import NO_REST, Retrieved, measured_by
 
 ARXIV = "2407.12021"
 SOURCES = ("ngrams",)

@@ -175,7 +175,7 @@ def scaling(shapes: str) -> Table:
     own = {line: tuple(f"{line}, {n} nodes" for n in SIZES) for line in lines}
     few = max(nodes for nodes in SIZES if nodes <= WEAK)
     ends = own["OPT-Tree"][0], own["OPT-Tree"][-1]
-    claims = [Claim("τ of OPT-Tree grows up to 500 nodes", "tau", ends, ours=True)]  # the paper's small drafter's hardly
+    claims = [Claim("τ of OPT-Tree grows up to 500 nodes", "tau", ends, ours=True)]
     claims += [Claim(f"τ of {line} grows up to {few} nodes", "tau", (own[line][0], f"{line}, {few} nodes"))
                for line in lines]  # fmt: skip
     claims += [Claim(f"OPT-Tree beats Sequoia at {n} nodes", "tau", (f"Sequoia, {n} nodes", f"OPT-Tree, {n} nodes"),

@@ -13,7 +13,6 @@ from outrider.inference.core.rounds import Clock
 from outrider.inference.evaluate.measuring import measure_prompts, open_queue
 from outrider.inference.evaluate.planning import begin_evaluation, end_evaluation, run_on_prompts
 from outrider.inference.evaluate.reporting import write_report
-from outrider.inference.measure.prepared import Peers
 from outrider.inference.settings.evaluate import EvaluateConfig
 
 
@@ -22,18 +21,16 @@ def evaluate(config: EvaluateConfig) -> None:
     run_on_prompts(config, evaluate_checkpoint)
 
 
-def evaluate_checkpoint(
-    config: EvaluateConfig, prompts: Sequence[Prompt], clock: Clock = time.perf_counter, peers: Peers | None = None
-) -> None:
+def evaluate_checkpoint(config: EvaluateConfig, prompts: Sequence[Prompt], clock: Clock = time.perf_counter) -> None:
     """Compare the methods of `config` on `prompts` and write the report to `config.out_dir`.
 
     All processes of a launcher call this. Each measures its share of the prompts on its own device. With resume=true,
     prompts that were measured before are skipped. With `minutes`, the time by `clock` (in seconds) determines the
     number of prompts measured. If any method emitted other tokens than the target, every process exits with status 1
-    after the report is written. peers: further arms.
+    after the report is written.
 
     Raises `UserError` for bad input, and if another run is using the directory.
     """
-    with begin_evaluation(config, prompts, clock, peers) as plan:
+    with begin_evaluation(config, prompts, clock) as plan:
         wrong = write_report(plan, measure_prompts(plan, open_queue(plan)))
     end_evaluation(plan, wrong)

@@ -135,9 +135,8 @@ def measure_share(plan: EvaluationPlan, queue: Queue, prepared: Prepared, models
     """Measure the groups of this process's share, as many as the time limit leaves; returns their number."""
     config, setup, group_size = plan.config, plan.setup, plan.config.batch
     models.runtime.prepare(plan.positions, prepared.kernels)
-    peer_arms = {"peers": plan.peers.make(setup, models, plan.positions)} if plan.peers else {}
     prompt = plan.rendered[group_size * queue.share[0]]
-    bench = make_bench(config, setup, models, prepared, prompt, len(plan.prompts), **peer_arms)
+    bench = make_bench(config, setup, models, prepared, prompt, len(plan.prompts))
 
     def measure_next(group: int) -> float:
         members = range(group_size * group, group_size * (group + 1))

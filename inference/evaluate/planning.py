@@ -26,7 +26,7 @@ from outrider.inference.loading.drafters import context_length, load_drafters
 from outrider.inference.loading.memory_plan import evaluation_memory, evaluation_plan, explain_out_of_memory
 from outrider.inference.loading.models import make_runtime
 from outrider.inference.loading.target_setup import TargetSetup, find_setup, find_target
-from outrider.inference.measure.prepared import Peers, longest_text, render, require_fits
+from outrider.inference.measure.prepared import longest_text, render, require_fits
 from outrider.inference.measure.threads import warn_if_busy
 from outrider.inference.measure.time_limit import TimeLimit
 from outrider.inference.settings.evaluate import EvaluateConfig
@@ -41,7 +41,7 @@ class EvaluationPlan:
 
     rendered: the ids of every prompt's first turn. drafters: by kind; they are dropped where an engine needs their
     memory. positions: the length in tokens of the longest text. identity: see `identity_of`. processes: of the
-    launcher. limit: of the time. peers: further arms.
+    launcher. limit: of the time.
     """
 
     config: EvaluateConfig
@@ -54,7 +54,6 @@ class EvaluationPlan:
     out_dir: Path
     processes: PartialState
     limit: TimeLimit
-    peers: Peers | None = None
 
     @property
     def groups(self) -> int:
@@ -63,11 +62,7 @@ class EvaluationPlan:
 
 
 def make_plan(
-    config: EvaluateConfig,
-    prompts: Sequence[Prompt],
-    processes: PartialState,
-    limit: TimeLimit,
-    peers: Peers | None = None,
+    config: EvaluateConfig, prompts: Sequence[Prompt], processes: PartialState, limit: TimeLimit
 ) -> EvaluationPlan:
     """The plan for all methods of `config` on `prompts`. Raises `UserError` for what cannot be measured."""
     setup = find_setup(config)
@@ -81,11 +76,9 @@ def make_plan(
     longest = max(config.doctor_lengths, default=0)
     require(longest <= context, "doctor_lengths", longest, f"at most the models' context of {context} tokens")
     require_fits(prompts, rendered, context - new)
-    identity = identity_of(config, setup, prompts) | ({"peers": dict(peers.identity)} if peers else {})
+    identity = identity_of(config, setup, prompts)
     positions, out_dir = longest_text(turns, new, context), Path(config.out_dir)
-    return EvaluationPlan(
-        config, setup, prompts, rendered, drafters, positions, identity, out_dir, processes, limit, peers
-    )
+    return EvaluationPlan(config, setup, prompts, rendered, drafters, positions, identity, out_dir, processes, limit)
 
 
 def require_own_device(device: torch.device, processes: PartialState) -> None:
@@ -162,7 +155,7 @@ def run_on_prompts(config: Config, compare: Callable[[Config, Sequence[Prompt]],
 
 @contextmanager
 def begin_evaluation(
-    config: Config, prompts: Sequence[Prompt], clock: Clock = time.perf_counter, peers: Peers | None = None
+    config: Config, prompts: Sequence[Prompt], clock: Clock = time.perf_counter
 ) -> Iterator[EvaluationPlan]:
     """Join the processes, lock `config.out_dir` and make the plan. Raises `UserError` if another run is using it."""
     limit = TimeLimit(config.minutes, clock(), clock=clock)
@@ -172,7 +165,7 @@ def begin_evaluation(
     out_dir = require_writable(config.out_dir)
     config.wandb.is_on()  # raises now if something it needs is missing
     with only_run_of(processes, out_dir, "results", config.resume):
-        yield make_plan(config, prompts, processes, limit, peers)
+        yield make_plan(config, prompts, processes, limit)
 
 
 def end_evaluation(plan: EvaluationPlan, wrong: Sequence[str]) -> None:

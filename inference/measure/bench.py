@@ -8,7 +8,7 @@ measure_talks     a group of prompts, turn by turn, by every arm
 import itertools
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -84,12 +84,8 @@ def make_bench(
     prepared: Prepared,
     prompt: Sequence[int],
     prompts: int,
-    peers: Callable[[int], Mapping[str, Arm]] = lambda new_tokens: {},
 ) -> Bench:
-    """The arms of `config`, warmed up on a few tokens after `prompt`; `prompts`: the total number of prompts.
-
-    peers: further arms, for a number of new tokens (see `Peers`).
-    """
+    """The arms of `config`, warmed up on a few tokens after `prompt`; `prompts`: the total number of prompts."""
     parts = models.stack, models.drafters, prepared.methods
     batch = Batch(models.runtime, yielding=False) if config.batch > 1 else None
     make = partial(make_arms, *parts, runtime=batch or models.runtime, tunings=prepared.tunings)
@@ -102,9 +98,8 @@ def make_bench(
         return make(None, text(config.max_new_tokens, config.sampling), choosing=choosing)
 
     tokens = min(WARM_UP_TOKENS, config.max_new_tokens)
-    peer_arms = peers(tokens)
-    warm_ups, alone = {**arms_for(tokens), **peer_arms}, frozenset({TRANSFORMERS, *peer_arms})
-    for name, arm in track_progress(warm_ups.items(), "warming up, compiling what is new", "methods"):
+    alone = frozenset({TRANSFORMERS})
+    for name, arm in track_progress(arms_for(tokens).items(), "warming up, compiling what is new", "methods"):
         streams, together = Streams(config.seed).within("warm-up"), None if name in alone else batch
         decode_all(arm, [prompt] * config.batch, [streams] * config.batch, together)
     profilers: dict[str, Arm] = {}
@@ -117,7 +112,7 @@ def make_bench(
     display_positions = frozenset(i * prompts // config.show_prompts for i in range(config.show_prompts))
     # If an int8 model's arm ran the float weights by mistake, its text might still be equal by chance.
     judge = arms_with if sampled or setup.dtype in HALF or setup.int8 else None
-    arms, watch = {**arms_for(config.max_new_tokens), **peers(config.max_new_tokens)}, CpuWatch()
+    arms, watch = arms_for(config.max_new_tokens), CpuWatch()
     if setup.device.type == "cpu":
         arms[AUTOREGRESSIVE] = watch.around(arms[AUTOREGRESSIVE])
     return Bench(arms, profilers, judged, judge, display_positions, arms_with, watch, batch, alone)

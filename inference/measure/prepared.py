@@ -1,6 +1,6 @@
 """What is decided before prompts are measured: their tokens, the length of texts, and the choices of all arms."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,12 +11,11 @@ from outrider.draft_models.targets.attention import KernelChoice
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.inference.doctor.scores import Findings
 from outrider.inference.loading.target_setup import TargetSetup
-from outrider.inference.measure.results import Arm
 from outrider.inference.settings.method import MethodConfig
 from outrider.inference.sizing.policy import TUNED_TOKENS, Tuning
 
 if TYPE_CHECKING:
-    from outrider.inference.loading.models import Models
+    pass
 
 
 @dataclass(frozen=True)
@@ -69,15 +68,3 @@ def require_fits(prompts: Sequence[Prompt], rendered: Sequence[Sequence[int]], l
                 f"prompt {prompt.id}: {len(ids)} tokens, expected 1 to {limit} (the models' context less "
                 "max_new_tokens); drop or shorten it"
             )
-
-
-@dataclass(frozen=True)
-class Peers:
-    """Arms of other programs, which are measured in turn with ours and are not reported.
-
-    make: (setup, models, length of the longest text) → a function from a number of new tokens to the arms. identity:
-    part of the run's settings, so that results of different peers are not mixed.
-    """
-
-    make: Callable[[TargetSetup, "Models", int], Callable[[int], Mapping[str, Arm]]]
-    identity: Mapping[str, object]

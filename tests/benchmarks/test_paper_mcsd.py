@@ -2,8 +2,6 @@
 
 import math
 from collections.abc import Callable
-from fractions import Fraction
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,10 +9,8 @@ import pytest
 import torch
 
 from outrider.inference.core.decode import autoregressive
-from outrider.inference.core.verify import Chance, Matching, RandomChance, Rejection, verify_block
-from outrider.inference.settings.method import MethodConfig
+from outrider.inference.core.verify import Matching, Rejection
 from outrider.inference.settings.sampling import SamplingConfig
-from tests.exact_distributions import Model, Verify, distribution_of, paths, random_model, sampled, ships
 from tests.tiers import typical_where
 from tests.tiny import open_stack, random_prompt, save_target
 
@@ -150,46 +146,3 @@ def independent(p: torch.Tensor, q: torch.Tensor, said: torch.Tensor, rank: int)
 def near(differences: list[float]) -> bool:
     values = np.array(differences)
     return bool(abs(values.mean()) <= 5 * values.std() / math.sqrt(len(values)) + 1e-9)
-
-
-@pytest.mark.parametrize("place", [0, 1])
-def test_what_a_chain_emits_on_average_is_what_every_coin_adds_up_to(place: int) -> None:
-    """Over all chains that may be drafted; token by token, and as a block."""
-    from papers.block import on_average
-
-    rules: list[Verify] = [ships(Rejection(replace=False)), lambda tokens, _, *given: verify_block(tokens, *given)]
-
-    def emitted(p: Model, q: Model, chance: Chance) -> int:
-        tokens, parents, own = sampled(q, (1, 1, 1), replace=False)(chance)
-        return 1 + len(rules[place](tokens, parents, own, np.stack([*map(p, paths(tokens, parents))]), chance)[0])
-
-    def said(p: Model, q: Model, chance: Chance) -> Fraction:
-        tokens, parents, _ = sampled(q, (1, 1, 1), replace=False)(chance)
-        pairs = zip(paths(tokens, parents), tokens, strict=False)
-        return on_average([p(text)[token] / q(text)[token] for text, token in pairs])[place]
-
-    for seed in range(12):
-        laws = random_model(seed, 3), random_model(seed + 1, 3)
-        lived, told = (sum(n * at for n, at in distribution_of(partial(one, *laws)).items()) for one in (emitted, said))
-        assert lived == told
-
-
-def test_averages_are_of_the_ratios_that_verification_reads(bench: Callable[..., Any], monkeypatch: Any) -> None:
-    """Of the tokens before one that ends the text. Here all are accepted."""
-    from papers import block
-    from papers.claims import Row, quantity
-    from papers.measuring import Asked, counts_of
-
-    made, ratios = list[Any](), list[float]()
-    monkeypatch.setattr(RandomChance, "accept", lambda _, ratio: ratios.append(ratio) or True)
-    monkeypatch.setattr(block, "counts_of", lambda one: made.append(one) or counts_of(one))
-    row = Row("a", MethodConfig(source="small_lm", verify="exact"), SAMPLED)
-    for seed in range(12):
-        asked, own = Asked(f"p{seed}", "c", tuple(random_prompt(4, seed))), []
-        counts = block.by_both(bench(set(range(20) if seed % 2 else ())), row, asked)
-        for each in made.pop().rounds:
-            own.append(block.on_average(ratios[: len(each.tokens) - 1]))
-            del ratios[: each.drafted]
-        for rule, emitted in zip(block.RULES, zip(*own, strict=True), strict=False):
-            assert quantity(f"tau_{rule}").of(counts) == pytest.approx(sum(emitted) / len(emitted))
-    assert not ratios

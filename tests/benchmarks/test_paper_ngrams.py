@@ -18,7 +18,7 @@ def test_every_table_is_a_row_and_shared_questions_are_counted_apart() -> None:
     text = [*range(20), *range(19, -1, -1)]
     found = [TrigramTable.from_documents([one], (2, 3, 4), 30, "d", suffixes=True) for one in (text, [25] * 9)]
     bench = Bench(None, {}, 30, 4, others={"runs/told": found[0], "runs/other": found[1]})
-    table = tables(options=SimpleNamespace(table=list(bench.others), others=None))["corpora"]
+    table = tables(options=SimpleNamespace(table=list(bench.others)))["corpora"]
     told, other = table.rows
     assert all(claim.terms == (told.name, other.name) and claim.ours for claim in table.claims)
     for id, which in (("81/turn1", "asked"), ("130/turn2", "asked"), ("810/turn1", "new"), ("13/turn1", "new")):
@@ -32,7 +32,7 @@ def test_every_table_is_a_row_and_shared_questions_are_counted_apart() -> None:
 def test_a_program_is_asked_of_every_text_and_drafts_what_it_says() -> None:
     """It is asked of the text before every round. Half of its paths are wrong; what they share is drafted once."""
     from papers.measuring import Asked, Bench, counts_of, replayed
-    from papers.others import Told
+    from papers.rest import Told
 
     prompt, answer = [*range(5)], [*range(40, 10, -1)]
 

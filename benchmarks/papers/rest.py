@@ -1,20 +1,15 @@
-"""Other programs' n-grams on recorded answers: each drafts by its own code, over the corpus of a table.
+"""REST's n-grams on recorded answers: it drafts by its own code, over the corpus of a table.
 
-`make other-ngrams` compiles llama.cpp's cache of n-grams, the suffix trees of ArcticInference (vLLM's method "suffix")
-and SGLang's suffix automaton with others.cpp, which has their settings. REST's is the module `draftretriever` of
-FasterDecoding/REST, at its defaults: 64 nodes of at most 10 tokens after the text's last 16 to 2; PyPI's module of this
-name is another program. What a program learns of a text is forgotten after it.
+It is the module `draftretriever` of FasterDecoding/REST, at its defaults: 64 nodes of at most 10 tokens after the
+text's last 16 to 2; PyPI's module of this name is another program.
 """
 
-import ctypes
 import tempfile
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import groupby, takewhile
-from pathlib import Path
+from itertools import takewhile
 
 import numpy as np
 import torch
@@ -53,23 +48,6 @@ class Told(Drafter):
         self.text += tokens
 
 
-class Compiled(Told):
-    """A library made with others.cpp. It learns one corpus: another table needs another process."""
-
-    def __init__(self, file: Path, tokens: np.ndarray, end: int):
-        self.library, self.found = ctypes.CDLL(str(file)), (ctypes.c_int32 * 4096)()
-        ids = tokens.astype(np.int32)
-        self.library.learn(ids.ctypes, len(ids), end)
-
-    def begin(self, session: Session, selector: TokenSelector, watch: Stopwatch) -> None:
-        super().begin(session, selector, watch)
-        self.library.begin((ctypes.c_int32 * len(self.text))(*self.text), len(self.text))
-
-    def after(self, text: list[int]) -> Sequence[Sequence[int]]:
-        count = self.library.draft((ctypes.c_int32 * len(text))(*text), len(text), self.found)
-        return [[*path] for told, path in groupby(self.found[:count], lambda token: token >= 0) if told]
-
-
 class Retrieved(Told):
     """REST's retrieval."""
 
@@ -101,9 +79,3 @@ def measured_by(make: Callable[[np.ndarray, int], Told]) -> Callable[..., Counts
         return counts_of(replayed(bench, known[row.other], asked))
 
     return told
-
-
-def programs(folder: str) -> dict[str, Callable[..., Counts]]:
-    """What measures the rows of a program, by name: of the libraries in a folder, and of REST if it is installed."""
-    found = {file.stem: measured_by(partial(Compiled, file)) for file in sorted(Path(folder).glob("*.so"))}
-    return found if NO_REST else {**found, "REST": measured_by(Retrieved)}
