@@ -24,10 +24,12 @@ from outrider.inference.drafters.model_drafter import ModelDrafter
 from outrider.inference.drafters.model_plugin import copies_of
 from outrider.inference.drafters.skip_layers.drafter import SkipLayersDraftModel
 from outrider.inference.drafters.small_lm.drafter import SmallLMDraftModel, SmallLMPasses
+from outrider.inference.drafters.small_lm.drafter import draft_model_of as draft_model_of_lm
 from outrider.inference.settings.method import MethodConfig
 from outrider.inference.shapes.factory import Structure, make_structure
 from outrider.train.parts.drafter import export_model
 from tests.fitted_heads import fitted_head
+from tests.pard2_files import add_projection, random_projection
 from tests.tiny import LAYERS, VOCABULARY, make_drafter, open_stack, random_prompt, reference_generate, save_target
 
 EXITS = {  # exit layer, depth; a tie of the head to the target's
@@ -43,7 +45,16 @@ OTHER_LMS: dict[str, dict[str, Any]] = {  # of other weights, which are seldom r
     "small_lm, narrower vocabulary": {"vocab_size": 200},
     "small_lm, another family": {},
 }
-SOURCES = (*EXITS, "small_lm", "small_lm, some tokens", "small_lm, one pass", *OTHER_LMS, "skip_layers", "eagle3")
+SOURCES = (
+    *EXITS,
+    "small_lm",
+    "small_lm, some tokens",
+    "small_lm, one pass",
+    "small_lm, PARD-2",
+    *OTHER_LMS,
+    "skip_layers",
+    "eagle3",
+)
 SELDOM_RIGHT = {"early_exit, first layer", *OTHER_LMS}
 PROMPT, COUNT = random_prompt(20), 40  # what heads are fitted to, and some drafters know the tokens of
 
@@ -96,12 +107,19 @@ class Target:
             if kind.endswith("some tokens"):
                 narrow(made, DraftVocabulary(self.some_tokens, self.stack.config.vocab_size))
             export_model(made, load_tokenizer(str(self.path)), folder)
-        return load_small_lm(str(folder), load_tokenizer(str(self.path)), dtype=self.dtype)
+        if kind == "small_lm, PARD-2":
+            add_projection(folder, random_projection(64, 64), bias=torch.randn(64) / 10)
+        target = self.stack.config
+        small: Any = load_small_lm(str(folder), load_tokenizer(str(self.path)), dtype=self.dtype, target=target)
+        small.target_norm = [self.stack.norm]
+        return small
 
     def source(self, kind: str, noise: float = 0.15) -> Any:
         """A new draft model of this kind."""
         if kind == "small_lm, one pass":
             return OnePass(SmallLMPasses(self.small("small_lm")), VOCABULARY - 1, 3)
+        if kind == "small_lm, PARD-2":
+            return draft_model_of_lm(self.small(kind))
         if kind.startswith("small_lm"):
             return SmallLMDraftModel(self.small(kind))
         if kind == "skip_layers":

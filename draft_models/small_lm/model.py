@@ -6,10 +6,11 @@ import torch
 from annotated_types import Ge, Lt
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from outrider.base.errors import UserError
+from outrider.base.errors import UserError, require
 from outrider.base.settings import construct
 from outrider.draft_models.card import describe_serving
 from outrider.draft_models.draft_vocabulary import fit_rows, read_draft_vocabulary, widen
+from outrider.draft_models.small_lm.pard2 import Pard2, TargetProjection, projection_config, read_projection
 from outrider.draft_models.targets.model_files import layer_stack, load_causal_lm
 from outrider.draft_models.targets.model_spec import UNLIMITED
 from outrider.draft_models.targets.narrowed import is_narrowed
@@ -39,6 +40,7 @@ def load_small_lm(
     revision: str | None = None,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
+    target: PreTrainedConfig | None = None,
 ) -> SmallLM:
     """The causal LM in `source` (local directory or Hub), frozen, for a target with `tokenizer`.
 
@@ -46,23 +48,31 @@ def load_small_lm(
     quantised weights stay as they are stored. Its embedding may be padded to another size than the target's, but the
     tokens must be the same. If they differ, a `UserError` names both sizes and the first differing token before weights
     are read. Raises `UserError` too if it cannot run trees.
+
+    target: the config of the target whose hidden states PARD-2 projects; without them, or if they do not fit, the
+    projection is left out.
     """
     config = read_config(source, revision, role="small_lm")
-    pass_tokens_of(config)
+    stated, projection = projection_config(config), None
+    has_mask = pass_tokens_of(config)[0] is not None
+    require(stated is None or has_mask, f"small_lm={source}: {MASK_TOKEN}", None, "the id of the mask, as in PARD-2")
     vocabulary = read_draft_vocabulary(source, revision, config)
     require_same_vocabulary(load_tokenizer(source, revision, role="small_lm"), tokenizer)
     try:
         if vocabulary is None and (why := why_not_by_layers(config)) is not None:
             raise NotByLayersError(why)
         files, layers = open_tensors(source, revision), range(config.num_hidden_layers)
+        if stated is not None and target is not None and stated.boundaries(target) is not None:
+            tensors = read_projection(files, stated, config.hidden_size, dtype, device)
+            projection = TargetProjection(stated, tensors, target)
         coded = torch.device(device).type == "cpu"
         model = load_proven(files, config, layers, dtype=dtype, device=device, role="small_lm", coded=coded)
     except NotByLayersError:
-        if vocabulary is not None:
+        if vocabulary is not None or stated is not None:
             raise
         return load_whole_model(source, config, revision, dtype, device)
     model.draft_vocabulary = None if vocabulary is None else vocabulary.to(device)  # type: ignore[assignment]
-    return layer_stack(model)
+    return layer_stack(model) if projection is None else Pard2(model, projection)
 
 
 def pass_tokens_of(config: PreTrainedConfig) -> tuple[int | None, int | None]:
@@ -86,8 +96,11 @@ def load_for_engine(
 
     rows: size of the target's embedding, to pad it to; None: unknown. Raises `UserError` if it cannot be loaded.
     """
+    config = read_config(source, role="small_lm")
+    if projection_config(config) is not None:
+        raise UserError(f"small_lm={source}: PARD-2, which `outrider export` cannot write; give an engine its files")
     model = load_causal_lm(source, None, role="small_lm", dtype=dtype)
-    if (vocabulary := read_draft_vocabulary(source, None, read_config(source, role="small_lm"))) is not None:
+    if (vocabulary := read_draft_vocabulary(source, None, config)) is not None:
         widen(model, vocabulary, special_tokens(tokenizer))
     if rows is not None:
         fit_rows(model, rows, special_tokens(tokenizer))

@@ -34,6 +34,8 @@ from outrider.draft_models.targets.stack import LayerStack, module_list
 from outrider.draft_models.targets.tensor_files import BASE_PREFIX, TensorFiles, open_tensors, require_no_adapter
 
 OnUnused = Literal["refuse", "warn", "ignore"]  # what is done if the files have tensors that the model does not use
+# The tensors of a drafter beside its causal LM, and the key of config.json that describes them (small_lm/pard2.py).
+PROJECTION, PROJECTION_KEY = "target_proj.", "pard2_target_layers"
 _SPECS: dict[str, ModelSpec] = {}  # by the config's class and JSON
 
 
@@ -279,7 +281,8 @@ def load_fitting(cls: Any, where: str | None, name: str, *, on_unused: OnUnused,
         raise
     except Exception as error:  # any error of an architecture for an unexpected config or unexpected weights
         raise UserError(f"{name}: cannot be loaded as a causal LM ({reason(error)})") from error
-    missing, unused = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    is_pard2, missing = hasattr(loaded.config, PROJECTION_KEY), sorted(info["missing_keys"])
+    unused = sorted(key for key in info["unexpected_keys"] if not (is_pard2 and key.startswith(PROJECTION)))
     faults = [f"no {list_words(missing)}"] if missing else []
     faults += [f"{key} of shape {[*has]}, not {[*wants]}" for key, has, wants in sorted(info["mismatched_keys"])[:1]]
     tied = loaded.get_expanded_tied_weights_keys(all_submodels=True).items()

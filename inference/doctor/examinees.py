@@ -4,12 +4,13 @@ Each variant of an EAGLE-3 head's reading changes one thing of the declared read
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import NamedTuple, cast
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from outrider.base.errors import UserError
 from outrider.base.settings import construct
@@ -22,12 +23,20 @@ from outrider.draft_models.heads.files import D2T
 from outrider.draft_models.heads.sizes import apply_changes, default_aux_layers, require_fitting_target, rope_base
 from outrider.draft_models.small_lm.model import TRAINING_FILE as LM_TRAINING_FILE
 from outrider.draft_models.small_lm.model import SmallLM, last_id
+from outrider.draft_models.small_lm.pard2 import (
+    Pard2,
+    ProjectionConfig,
+    TargetProjection,
+    projection_config,
+    read_projection,
+)
 from outrider.draft_models.targets.fingerprint import Fingerprint
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import OpenTarget
 from outrider.draft_models.targets.settings import ReadingChanges
 from outrider.draft_models.targets.stack import require_layers
 from outrider.draft_models.targets.target import Band, Target
+from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.doctor.scores import Fact, Recording, read_states
 from outrider.inference.drafters.model_plugin import without_calibration
 from outrider.inference.drafters.plugin import read_record
@@ -41,6 +50,10 @@ _FAULTS = {  # by the changed field of `Reading`: what is wrong with the head, w
     "own_head": "trained without the head in its file, which is random, another model's or overwritten",
 }
 _UNLIKE = "it was trained so, unlike what its config.json says"
+_MEND = "its config.json says otherwise than it was trained: correct this key"
+_UNREADABLE = "it was trained so, and Outrider cannot draft so: train it again, as AMD-AGI/PARD does"
+_LEFT_OUT = "methods.NAME.target_states=false"
+PARD2_SCALES = (0.01, 0.02, 1.0)  # defaults of a training and of a decoding, and none
 _STILL = "it was trained with drafted tokens at the position of the token before them: train it again, as they move on"
 
 
@@ -122,7 +135,59 @@ def examine_lm(model: SmallLM, where: str, target: OpenTarget, stack: Target, ch
     def draft(recording: Recording) -> Tensor:  # of as many tokens as it has, perhaps not the target's
         return read_states(lm, recording.tokens.clamp(max=last_id(lm)), recording.start - 1)[0][None, :-1]
 
-    return Examinee([Variant(DECLARED, draft)], [compare_training_target(read_record(where, LM_TRAINING_FILE), target)])
+    variants = [Variant(DECLARED, draft)]
+    if isinstance(lm, Pard2):
+        left_out = Variant(_LEFT_OUT, draft, option=_LEFT_OUT, meaning="these hidden states do not help it")
+        variants = [*_pard2_variants(lm, where, target, stack), left_out]
+    return Examinee(variants, [compare_training_target(read_record(where, LM_TRAINING_FILE), target)])
+
+
+@torch.inference_mode()
+def draft_by_states(
+    lm: Pard2, projection: TargetProjection, norm: nn.Module, recording: Recording, delay: int = 1
+) -> Tensor:
+    """Logits [1, positions, V] of a PARD-2 drafter's first draft step.
+
+    norm: of the target's last hidden states. delay: positions from the states in an input to its token.
+    """
+    tokens = recording.tokens.clamp(max=last_id(lm))
+    positions = torch.arange(len(tokens), device=tokens.device)
+    aux = torch.cat([recording.aux_hidden[boundary] for boundary in projection.boundaries], dim=-1)
+    states = F.pad(projection.join_states(aux, norm), (0, 0, delay, 0))[:, : len(tokens)]  # [1, n, k · H_t]
+    masks = {window: None if window is None else Band.sliding(positions, window) for window in lm.windows}
+    lm.reserve(len(tokens))
+    x = lm.embed(tokens[None], positions[None]) + projection(states)  # [1, n, d]
+    hidden = lm.run(x, 0, len(lm.layers), lm.rotary(positions[None]), masks)
+    return lm.logits(hidden[:, recording.start - 1 : -1])
+
+
+def _pard2_variants(lm: Pard2, where: str, target: OpenTarget, stack: Target) -> Iterator[Variant]:
+    declared = projection_config(lm.config)
+    assert declared is not None  # or it had no projection
+    tensors = read_projection(open_tensors(where), declared, lm.config.hidden_size, stack.dtype, stack.device)
+    final_norm = require_layers(stack).norm
+
+    def make(
+        name: str, meaning: str = "", config: ProjectionConfig = declared, norm: nn.Module = final_norm, delay: int = 1
+    ) -> Variant:
+        projection = TargetProjection(config, tensors, target.config)
+        draft = partial(draft_by_states, lm, projection, norm, delay=delay)
+        return Variant(name, draft, projection.boundaries, meaning=meaning)
+
+    yield make(DECLARED)
+    boundaries = declared.boundaries(target.config) or ()
+    orders = (*(tuple(boundary + step for boundary in boundaries) for step in (-1, 1)), boundaries[::-1])
+    for order in orders:
+        config = replace(declared, pard2_target_layers=order)
+        if order != boundaries and min(order) >= 0 and config.boundaries(target.config) is not None:
+            yield make(f"pard2_target_layers={[*order]}", _MEND, config)
+    for scale in PARD2_SCALES:
+        if scale != declared.pard2_scale:
+            yield make(f"pard2_scale={scale}", _MEND, replace(declared, pard2_scale=scale))
+    if target.config.num_hidden_layers in boundaries:
+        yield make("states before the final norm", _UNREADABLE, norm=nn.Identity())
+    for delay in (0, 2):
+        yield make(f"states {delay} positions before", _UNREADABLE, delay=delay)
 
 
 def examine_head(model: Eagle3, where: str, target: OpenTarget, stack: Target, changes: ReadingChanges) -> Examinee:

@@ -32,6 +32,7 @@ class ModelDrafter(Drafter):
         self.split, self.aux_layers, self.max_rows = model.split, model.aux_layers, structure.max_rows
         if isinstance(model, OnePass):
             structure.max_depth = min(structure.max_depth, model.pass_tokens)
+            model.pass_tokens = structure.steps(model.pass_tokens)
 
     @property
     def totals(self) -> Mapping[str, float]:

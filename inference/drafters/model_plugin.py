@@ -15,7 +15,6 @@ from outrider.draft_models.targets.open_target import OpenTarget
 from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.core.drafter import Drafter, DraftModel
 from outrider.inference.drafters.copies import PromptLookup
-from outrider.inference.drafters.draft_model import OnePass
 from outrider.inference.drafters.model_drafter import ModelDrafter
 from outrider.inference.drafters.plugin import DrafterPlugin, Model, ModelOptions, TrainingRecord, read_record
 from outrider.inference.settings.kind import Kind
@@ -72,8 +71,6 @@ class ModelDrafterPlugin(DrafterPlugin[Model]):
         structure = make_structure(method, streams, drawn, head, tuning)
         drafting = self.draft_model(without_calibration(model), method)
         allowance = None if tuning is None else tuning.allowance()
-        if isinstance(drafting, OnePass) and method.structure.kind == "chain":
-            drafting.pass_tokens = min(drafting.pass_tokens, method.stop.longest())
         return ModelDrafter(drafting, structure, allowance, copies_of(method, structure, tuning))
 
 

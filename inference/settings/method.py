@@ -225,6 +225,10 @@ class MethodConfig(Settings):
     """skip_layers: layers of the target that a draft leaves out, from 0, e.g. [5,7,9]; null: every second one between
     the first and the last"""
 
+    target_states: bool = opt(
+        True, "small_lm: false leaves out a PARD-2 drafter's projection of the target's hidden states"
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         kind = KINDS[self.source]  # shaped: structure and stop shape its drafts; has_stop: stop.max_draft limits them

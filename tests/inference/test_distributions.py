@@ -20,6 +20,7 @@ from outrider import preset
 from outrider.base.streams import Streams
 from outrider.draft_models.calibration_head import CalibrationHead
 from outrider.draft_models.ngrams.table import TrigramTable
+from outrider.draft_models.small_lm.pard2 import Pard2
 from outrider.draft_models.targets.narrowed import DraftVocabulary
 from outrider.inference.core import token_selector, verify
 from outrider.inference.core.sampling import Sampler
@@ -75,6 +76,32 @@ class OnePass(TableModel):
 
     def embed(self, stack: TableModel, tokens: Tensor, positions: object) -> Tensor:
         return tokens[..., None]
+
+
+class States:
+    """The projection of `AfterStates`: four times the state, which is the id of the token before."""
+
+    boundaries = (1,)
+
+    def join_states(self, aux: Tensor, norm: object) -> Tensor:
+        return aux
+
+    def __call__(self, states: Tensor) -> Tensor:
+        return 4 * states
+
+
+class AfterStates(TableModel, Pard2):
+    """A PARD-2 drafter of two tokens in a pass. They depend on its state and its token: row 4 · state + token."""
+
+    windows = (None,)
+
+    def __init__(self, rows: Sequence[Sequence[float]]):
+        super().__init__([row[state:] + row[:state] for state in range(4) for row in rows])
+        self.config.pard_token, self.config.parallel_tokens, self.config.vocab_size = 3, 2, 4
+        self.target_norm, self.projection = [None], States()  # type: ignore[list-item,assignment]
+
+    def embed(self, tokens: Tensor, positions: object) -> Tensor:
+        return tokens[..., None].float()
 
 
 # Drafts of one token, right half of the time: the text is what coins that are shared make of it, and little else.
@@ -137,6 +164,7 @@ CASES = {
     "chain, block": Case(block(max_draft=3)),
     "chain, block, confidence": Case(block("confidence", "eagle3", max_draft=4, threshold=0.28)),
     "chain, one pass": Case(block(max_draft=3), tables=Tables(APART.p, OnePass(APART.q.distributions.tolist()))),
+    "chain, PARD-2": Case(block(max_draft=3), tables=Tables(APART.p, AfterStates(APART.q.distributions.tolist()))),
     "chain, one pass of an exit": Case(
         block(source="early_exit", max_draft=3), tables=Tables(APART.p, OnePass(APART.q.distributions.tolist()))
     ),
@@ -355,6 +383,11 @@ FAULTS: dict[str, tuple[Case, int, *tuple[Fault, ...]]] = {  # where, the draws 
     ),
     "a q by index": (CASES["chain, some tokens"], 1_500, (TimedModel, "with_ids", "(0, ids,", "(0, ids.argsort(),")),
     "block accepted too easily": (CASES["chain, block"], MORE, EASY),
+    "q without the states that it was drawn with": (
+        CASES["chain, PARD-2"], 1_500,
+        (TimedModel, "with_ids", 'tree, source="model")',
+         'tree, source="model", q={node: self._draft_model.model.pard2.table[3].exp() for node in tree.q})'),
+    ),
     "block by the first token's q": (
         CASES["chain, block"], 1_500, (*VERIFIES, "(tokens, tree.q,", "(tokens, dict.fromkeys(tree.q, tree.q[-1]),"),
     ),

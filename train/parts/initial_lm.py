@@ -14,10 +14,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from outrider.base.errors import UserError
+from outrider.base.errors import UserError, warn_once
 from outrider.base.streams import Streams
 from outrider.draft_models.draft_vocabulary import fit_rows, narrow, narrow_config, read_draft_vocabulary
 from outrider.draft_models.small_lm.model import MASK_TOKEN, PASS_TOKENS, pass_tokens_of, require_same_vocabulary
+from outrider.draft_models.small_lm.pard2 import CONFIG_KEYS, projection_config
 from outrider.draft_models.targets.attention import ATTENTION
 from outrider.draft_models.targets.model_spec import UNLIMITED, context_limit
 from outrider.draft_models.targets.narrowed import DraftVocabulary, draft_vocabulary_of, is_narrowed
@@ -84,9 +85,11 @@ def start_lm(
             lm = make_lm(shape, tokenizer, vocabulary)
         else:
             lm = load_finished_lm(config.drafter, shape, tokenizer, vocabulary, rows)
+            if projection_config(shape) is not None:
+                warn_once(f"drafter.path={config.drafter.path}: PARD-2 is trained without the target's hidden states")
             if parallel.tokens > 1 and pass_tokens_of(shape)[0] is None:
                 start_mask(lm, parallel.mask)
-        for name in (MASK_TOKEN, PASS_TOKENS):  # of a finished one, perhaps
+        for name in (MASK_TOKEN, PASS_TOKENS, *CONFIG_KEYS):  # of a finished one, perhaps
             lm.config.__dict__.pop(name, None)
         passes = {MASK_TOKEN: parallel.mask, PASS_TOKENS: parallel.tokens}
         lm.config.update(passes if parallel.tokens > 1 else {})

@@ -10,6 +10,7 @@ KIND = Kind(
     needs="a causal LM (directory, GGUF file or Hub name)",
     file="config.json",
     preset="small_lm/survival",
+    keys=("target_states",),
     calibration=HEAD_FOLDER,
     vllm_method="draft_model",
 )

@@ -1,6 +1,6 @@
 """A small causal LM as the drafter."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Unpack, cast
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from outrider.base.errors import UserError
+from outrider.base.errors import UserError, require
 from outrider.draft_models.draft_vocabulary import read_draft_vocabulary
 from outrider.draft_models.formats.save_model import save_parts
 from outrider.draft_models.small_lm.model import (
@@ -21,18 +21,19 @@ from outrider.draft_models.small_lm.model import (
     load_for_engine,
     load_small_lm,
 )
+from outrider.draft_models.small_lm.pard2 import Pard2, projection_config
 from outrider.draft_models.targets.model_files import empty_model
+from outrider.draft_models.targets.model_spec import UNLIMITED
 from outrider.draft_models.targets.open_target import OpenTarget, position_limit, read_config
 from outrider.draft_models.targets.target import Target
 from outrider.inference.core.drafter import DraftModel
-from outrider.inference.core.session import Session
+from outrider.inference.core.session import Session, View
 from outrider.inference.core.tree import chain_parents
 from outrider.inference.drafters.draft_model import BesideTarget, OnePass
 from outrider.inference.drafters.model_plugin import TrainedDrafterPlugin, without_calibration
 from outrider.inference.drafters.plugin import ModelOptions
 from outrider.inference.drafters.small_lm import KIND
 from outrider.inference.engines.packing import lay_out
-from outrider.inference.settings import CHAIN_TOKENS
 from outrider.inference.settings.method import MethodConfig
 
 
@@ -61,7 +62,7 @@ class SmallLMDraftModel(BesideTarget):
         self._last = last_id(self.lm)
         prompt = self._clamp(session.tokens.to(self.lm.device))
         self.session = session.draft_session(self.lm)
-        self.session.feed(prompt, chain_parents(0, len(prompt)))
+        self._feed_prompt(prompt)
         self.session.commit(range(len(prompt)))
         self._pending = prompt[:0]  # [n], tokens that the model has not read
 
@@ -73,9 +74,16 @@ class SmallLMDraftModel(BesideTarget):
             tokens, parents = torch.cat([self._pending, tokens]), chain_parents(0, pending + len(parents))
         elif pending:
             parents = [parent + pending for parent in parents]
-        hidden, logits = self.session.extend(self._clamp(tokens), parents, len(parents) - pending_rows)
+        hidden, logits = self._run(self._clamp(tokens), parents, len(parents) - pending_rows)
         self.hidden = hidden[pending_rows:]
         return logits if self.predicted is not None else fit_vocabulary(logits, self.vocabulary)
+
+    def _feed_prompt(self, prompt: Tensor) -> None:
+        self.session.feed(prompt, chain_parents(0, len(prompt)))
+
+    def _run(self, tokens: Tensor, parents: Sequence[int], logit_count: int) -> tuple[Tensor, Tensor]:
+        """See `Session.extend`."""
+        return self.session.extend(tokens, parents, logit_count)
 
     def _clamp(self, tokens: Tensor) -> Tensor:
         """`tokens`, where ids beyond the model's embedding, which a text may contain, are its last id."""
@@ -108,10 +116,55 @@ class SmallLMPasses(SmallLMDraftModel):
         super().commit(rows[:1], tokens)  # the rows after the root were masks
 
 
-def draft_model_of(lm: Target) -> DraftModel:
-    """The draft model of a small LM, as its config says."""
+class Pard2Passes(SmallLMPasses):
+    """The passes of a PARD-2 model.
+
+    `_states` [1, pending + 1, k · H_t] are the target's hidden states before each pending token and before the next
+    root. The pass that verified a token's predecessor computed them. Masks have those of the root.
+    """
+
+    def __init__(self, lm: Pard2):
+        """Raises `UserError` if `lm` was prepared for no target that runs layer by layer."""
+        super().__init__(lm)
+        require(bool(lm.target_norm), "target_states", True, "false, as no target runs layer by layer here")
+        self.pard2, self.aux_layers = lm, lm.projection.boundaries
+
+    def _feed_prompt(self, prompt: Tensor) -> None:
+        self._states = F.pad(self._read_states(range(len(prompt))), (0, 0, 1, 0))  # before the first token: 0
+        self._run(prompt, chain_parents(0, len(prompt)), 1)
+        self._states = self._states[:, -1:]
+
+    def _run(self, tokens: Tensor, parents: Sequence[int], logit_count: int) -> tuple[Tensor, Tensor]:
+        """See `Session.extend`; every pass is over a chain after the session's base."""
+        lm = self.pard2
+
+        def pass_(x: Tensor, view: View) -> tuple[Tensor, Tensor]:
+            hidden = lm.run(x, 0, len(lm.layers), view.rotary, view.masks(), view.cache)
+            return hidden, lm.draft_logits(view.logit_rows(hidden))
+
+        rows = torch.arange(len(tokens), device=tokens.device)  # [n]
+        states = self._states[:, rows.clamp(max=self._states.shape[1] - 1)]  # [1, n, k · H_t]
+        x = lm.embed(tokens[None], self.session.base + rows[None]) + lm.projection(states)  # [1, n, d]
+        hidden, logits = self.session.require_layers().run_rows("PARD-2", pass_, x, parents, logit_count)
+        return hidden[0], logits[0, -logit_count:]
+
+    def _read_states(self, rows: Sequence[int]) -> Tensor:
+        """The projection's input [1, n, k · H_t] at rows of the target's session."""
+        return self.pard2.projection.join_states(self.target_session.aux_hidden(rows), self.pard2.target_norm[0])
+
+    def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        states = torch.cat([self._states, self._read_states(rows)], dim=1)
+        super().commit(rows, tokens)
+        self._states = states[:, -len(self._pending) - 1 :]
+
+
+def draft_model_of(lm: Target, *, target_states: bool = True) -> DraftModel:
+    """The draft model of a small LM, as its config says; target_states: False leaves out the projection of PARD-2."""
     mask, tokens = (getattr(lm.config, name, None) for name in (MASK_TOKEN, PASS_TOKENS))
-    return SmallLMDraftModel(lm) if mask is None else OnePass(SmallLMPasses(lm), mask, tokens or CHAIN_TOKENS)
+    if mask is None:
+        return SmallLMDraftModel(lm)
+    passes = Pard2Passes(lm) if isinstance(lm, Pard2) and target_states else SmallLMPasses(lm)
+    return OnePass(passes, mask, tokens or UNLIMITED)  # without PASS_TOKENS the method decides
 
 
 def fit_vocabulary(logits: Tensor, size: int) -> Tensor:
@@ -124,11 +177,28 @@ def fit_vocabulary(logits: Tensor, size: int) -> Tensor:
 class SmallLMPlugin(TrainedDrafterPlugin[SmallLM]):
     kind, record = KIND, TRAINING_FILE
 
+    def load(
+        self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **options: Unpack[ModelOptions]
+    ) -> SmallLM:
+        """See `DrafterPlugin.load`. Raises `UserError` too unless the methods' `target_states` fit."""
+        stated = projection_config(read_config(where, role="small_lm"))
+        choices = {method.target_states for method in methods.values() if method.source == self.kind.name}
+        expected = f"true: small_lm={where} has no projection of the target's hidden states"
+        require(stated is not None or False not in choices, "target_states", False, expected)
+        if stated is not None and choices != {False}:
+            fits = target.is_seen and stated.boundaries(target.config) is not None
+            expected = f"PARD-2 for this target's hidden states, not {stated}; or methods.NAME.target_states=false"
+            require(fits, self.kind.name, where, expected)
+        return super().load(where, target, methods, **options)
+
     def load_drafter(self, where: str, target: OpenTarget, **options: Unpack[ModelOptions]) -> SmallLM:
-        return load_small_lm(where, target.tokenizer, **options)
+        return load_small_lm(where, target.tokenizer, target=target.config if target.is_seen else None, **options)
 
     def prepare(self, model: SmallLM, target: Target) -> None:
-        lay_out(without_calibration(model), target.device)
+        lm = without_calibration(model)
+        lay_out(lm, target.device)
+        if isinstance(lm, Pard2):
+            lm.target_norm = [] if target.layered is None else [target.layered.norm]
 
     def causal_lms(self, model: SmallLM) -> list[Target]:
         return [cast(Target, without_calibration(model))]
@@ -144,4 +214,4 @@ class SmallLMPlugin(TrainedDrafterPlugin[SmallLM]):
         return empty_model(read_config(where, role="small_lm"))
 
     def draft_model(self, model: SmallLM, method: MethodConfig) -> DraftModel:
-        return draft_model_of(model)
+        return draft_model_of(model, target_states=method.target_states)

@@ -22,7 +22,7 @@ from outrider.inference.drafters.eagle3.drafter import Eagle3DraftModel
 from outrider.inference.drafters.early_exit.drafter import EarlyExitDraftModel
 from outrider.inference.drafters.model_drafter import ModelDrafter
 from outrider.inference.drafters.skip_layers.drafter import SkipLayersDraftModel
-from outrider.inference.drafters.small_lm.drafter import SmallLMDraftModel
+from outrider.inference.drafters.small_lm.drafter import Pard2Passes, SmallLMDraftModel
 from outrider.inference.measure.statistics import SourceRounds, count_rounds_by_source
 from outrider.inference.settings.method import MethodConfig, StructureConfig
 from outrider.inference.settings.sampling import SamplingConfig
@@ -40,6 +40,7 @@ SOURCES = (
     "early_exit, one pass",
     "small_lm",
     "small_lm, one pass",
+    "small_lm, PARD-2",
     "skip_layers",
     "eagle3",
 )
@@ -80,6 +81,7 @@ def assert_as_after_prefill(target: Target, source: Drafter, session: TargetSess
     kind: dict[type, Callable[[], Any]] = {
         EarlyExitDraftModel: lambda: EarlyExitDraftModel(source.drafter),
         Eagle3DraftModel: lambda: Eagle3DraftModel(source.head),
+        Pard2Passes: lambda: Pard2Passes(source.pard2),
     }
     made = (make for one, make in kind.items() if isinstance(source, one))
     other = next(made, lambda: SmallLMDraftModel(target.small("small_lm")))()
@@ -105,6 +107,9 @@ def assert_as_after_prefill(target: Target, source: Drafter, session: TargetSess
         assert source.session.first_cache.length == source.session.base
         assert_starts_with(source.session.first_cache, other.session.first_cache)
         assert source._pending.tolist() == text[source.session.base :]
+        if isinstance(source, Pard2Passes):
+            states = source.pard2.projection.join_states(fresh_aux, target.stack.norm)
+            torch.testing.assert_close(source._states, states[:, source.session.base - 1 :], rtol=1e-9, atol=1e-9)
     else:
         assert isinstance(source, SkipLayersDraftModel)  # which has no cache but the session's
 
