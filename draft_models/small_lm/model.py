@@ -53,22 +53,22 @@ def load_small_lm(
     projection is left out.
     """
     config = read_config(source, revision, role="small_lm")
-    stated, projection = projection_config(config), None
+    pard2, projection = projection_config(config), None
     has_mask = pass_tokens_of(config)[0] is not None
-    require(stated is None or has_mask, f"small_lm={source}: {MASK_TOKEN}", None, "the id of the mask, as in PARD-2")
+    require(pard2 is None or has_mask, f"small_lm={source}: {MASK_TOKEN}", None, "the id of the mask, as in PARD-2")
     vocabulary = read_draft_vocabulary(source, revision, config)
     require_same_vocabulary(load_tokenizer(source, revision, role="small_lm"), tokenizer)
     try:
         if vocabulary is None and (why := why_not_by_layers(config)) is not None:
             raise NotByLayersError(why)
         files, layers = open_tensors(source, revision), range(config.num_hidden_layers)
-        if stated is not None and target is not None and stated.boundaries(target) is not None:
-            tensors = read_projection(files, stated, config.hidden_size, dtype, device)
-            projection = TargetProjection(stated, tensors, target)
+        if pard2 is not None and target is not None and pard2.boundaries(target) is not None:
+            tensors = read_projection(files, pard2, config.hidden_size, dtype, device)
+            projection = TargetProjection(pard2, tensors, target)
         coded = torch.device(device).type == "cpu"
         model = load_proven(files, config, layers, dtype=dtype, device=device, role="small_lm", coded=coded)
     except NotByLayersError:
-        if vocabulary is not None or stated is not None:
+        if vocabulary is not None or pard2 is not None:
             raise
         return load_whole_model(source, config, revision, dtype, device)
     model.draft_vocabulary = None if vocabulary is None else vocabulary.to(device)  # type: ignore[assignment]

@@ -52,10 +52,10 @@ CONFIG_KEYS = ("pard2", "spd_type", *(field.name for field in fields(ProjectionC
 
 def projection_config(config: PreTrainedConfig) -> ProjectionConfig | None:
     """What a small LM's config says of its projection; None: it is not PARD-2. Raises `UserError` naming the key."""
-    declared = {key: getattr(config, key) for key in CONFIG_KEYS[2:] if hasattr(config, key)}
-    if not (declared or getattr(config, "pard2", False) or getattr(config, "spd_type", None) == "pard2"):
+    keys = {key: getattr(config, key) for key in CONFIG_KEYS[2:] if hasattr(config, key)}
+    if not (keys or getattr(config, "pard2", False) or getattr(config, "spd_type", None) == "pard2"):
         return None
-    return construct(ProjectionConfig, declared, f"small_lm={config.name_or_path}: config.json")
+    return construct(ProjectionConfig, keys, f"small_lm={config.name_or_path}: config.json")
 
 
 class TargetProjection(nn.Module):
@@ -102,8 +102,8 @@ class Pard2(LayerStack):
     def __init__(self, model: PreTrainedModel, projection: TargetProjection):
         super().__init__(model, spec_of(model))
         self.projection, self.target_norm = projection, list[nn.Module]()
-        plain = self.spec.scale == 1.0 and self.input_norm is None
-        require(plain, "small_lm", model.config.name_or_path, "plain embeddings, as Llama or Qwen have, for PARD-2")
+        is_plain = self.spec.scale == 1.0 and self.input_norm is None
+        require(is_plain, "small_lm", model.config.name_or_path, "plain embeddings, as Llama or Qwen have, for PARD-2")
 
 
 def read_projection(
@@ -111,14 +111,14 @@ def read_projection(
 ) -> dict[str, Tensor]:
     """The tensors of the projection to embeddings [width]. Raises `UserError` if one is missing or does not fit."""
     names = [f"{PROJECTION}weight", f"{PROJECTION}bias"][: 1 + config.pard2_proj_bias]
-    in_model = names[0] in files.file_of
-    path = None if in_model else find_file(files.source, PROJECTION_FILE, files.revision)
-    stored = dict(files.open_stored(names)) if in_model else {} if path is None else open_pickled(path)
+    is_in_model = names[0] in files.file_of
+    path = None if is_in_model else find_file(files.source, PROJECTION_FILE, files.revision)
+    stored = dict(files.open_stored(names)) if is_in_model else {} if path is None else open_pickled(path)
     for name, shape in zip(names, ([width, config.pard2_target_dim], [width]), strict=False):
-        holds = [*stored[name].shape] if name in stored else "no such tensor"
-        if holds != shape:
+        stored_shape = [*stored[name].shape] if name in stored else "no such tensor"
+        if stored_shape != shape:
             raise UserError(
                 f"small_lm={files.source}: {name}: expected {shape} by its config.json (PARD-2), here or in "
-                f"{PROJECTION_FILE}, not {holds}; fetch it again"
+                f"{PROJECTION_FILE}, not {stored_shape}; fetch it again"
             )
     return {name: stored[name].read().to(device, dtype) for name in names}

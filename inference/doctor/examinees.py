@@ -10,7 +10,7 @@ from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from outrider.base.errors import UserError
 from outrider.base.settings import construct
@@ -137,23 +137,19 @@ def examine_lm(model: SmallLM, where: str, target: OpenTarget, stack: Target, ch
 
     variants = [Variant(DECLARED, draft)]
     if isinstance(lm, Pard2):
-        left_out = Variant(_LEFT_OUT, draft, option=_LEFT_OUT, meaning="these hidden states do not help it")
-        variants = [*_pard2_variants(lm, where, target, stack), left_out]
+        lm_alone = Variant(_LEFT_OUT, draft, option=_LEFT_OUT, meaning="these hidden states do not help it")
+        variants = [*_pard2_variants(lm, where, target, stack), lm_alone]
     return Examinee(variants, [compare_training_target(read_record(where, LM_TRAINING_FILE), target)])
 
 
 @torch.inference_mode()
-def draft_by_states(
-    lm: Pard2, projection: TargetProjection, norm: nn.Module, recording: Recording, delay: int = 1
-) -> Tensor:
-    """Logits [1, positions, V] of a PARD-2 drafter's first draft step.
-
-    norm: of the target's last hidden states. delay: positions from the states in an input to its token.
-    """
+def draft_by_states(lm: Pard2, projection: TargetProjection, delay: int, recording: Recording) -> Tensor:
+    """Logits [1, positions, V] of PARD-2's first draft step; delay: positions from the states to their token."""
     tokens = recording.tokens.clamp(max=last_id(lm))
     positions = torch.arange(len(tokens), device=tokens.device)
     aux = torch.cat([recording.aux_hidden[boundary] for boundary in projection.boundaries], dim=-1)
-    states = F.pad(projection.join_states(aux, norm), (0, 0, delay, 0))[:, : len(tokens)]  # [1, n, k · H_t]
+    joined = projection.join_states(aux, lm.target_norm[0])
+    states = F.pad(joined, (0, 0, delay, 0))[:, : len(tokens)]  # [1, n, k · H_t]
     masks = {window: None if window is None else Band.sliding(positions, window) for window in lm.windows}
     lm.reserve(len(tokens))
     x = lm.embed(tokens[None], positions[None]) + projection(states)  # [1, n, d]
@@ -162,30 +158,29 @@ def draft_by_states(
 
 
 def _pard2_variants(lm: Pard2, where: str, target: OpenTarget, stack: Target) -> Iterator[Variant]:
-    declared = projection_config(lm.config)
-    assert declared is not None  # or it had no projection
-    tensors = read_projection(open_tensors(where), declared, lm.config.hidden_size, stack.dtype, stack.device)
-    final_norm = require_layers(stack).norm
+    pard2 = projection_config(lm.config)
+    assert pard2 is not None  # or it had no projection
+    tensors = read_projection(open_tensors(where), pard2, lm.config.hidden_size, stack.dtype, stack.device)
 
     def make(
-        name: str, meaning: str = "", config: ProjectionConfig = declared, norm: nn.Module = final_norm, delay: int = 1
+        name: str, meaning: str = "", config: ProjectionConfig = pard2, *, delay: int = 1, normed: bool = True
     ) -> Variant:
         projection = TargetProjection(config, tensors, target.config)
-        draft = partial(draft_by_states, lm, projection, norm, delay=delay)
-        return Variant(name, draft, projection.boundaries, meaning=meaning)
+        projection.normed &= normed
+        return Variant(name, partial(draft_by_states, lm, projection, delay), projection.boundaries, meaning=meaning)
 
     yield make(DECLARED)
-    boundaries = declared.boundaries(target.config) or ()
+    boundaries = pard2.boundaries(target.config) or ()
     orders = (*(tuple(boundary + step for boundary in boundaries) for step in (-1, 1)), boundaries[::-1])
     for order in orders:
-        config = replace(declared, pard2_target_layers=order)
+        config = replace(pard2, pard2_target_layers=order)
         if order != boundaries and min(order) >= 0 and config.boundaries(target.config) is not None:
             yield make(f"pard2_target_layers={[*order]}", _MEND, config)
     for scale in PARD2_SCALES:
-        if scale != declared.pard2_scale:
-            yield make(f"pard2_scale={scale}", _MEND, replace(declared, pard2_scale=scale))
+        if scale != pard2.pard2_scale:
+            yield make(f"pard2_scale={scale}", _MEND, replace(pard2, pard2_scale=scale))
     if target.config.num_hidden_layers in boundaries:
-        yield make("states before the final norm", _UNREADABLE, norm=nn.Identity())
+        yield make("states before the final norm", _UNREADABLE, normed=False)
     for delay in (0, 2):
         yield make(f"states {delay} positions before", _UNREADABLE, delay=delay)
 

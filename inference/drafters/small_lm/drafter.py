@@ -181,13 +181,13 @@ class SmallLMPlugin(TrainedDrafterPlugin[SmallLM]):
         self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **options: Unpack[ModelOptions]
     ) -> SmallLM:
         """See `DrafterPlugin.load`. Raises `UserError` too unless the methods' `target_states` fit."""
-        stated = projection_config(read_config(where, role="small_lm"))
+        pard2 = projection_config(read_config(where, role="small_lm"))
         choices = {method.target_states for method in methods.values() if method.source == self.kind.name}
         expected = f"true: small_lm={where} has no projection of the target's hidden states"
-        require(stated is not None or False not in choices, "target_states", False, expected)
-        if stated is not None and choices != {False}:
-            fits = target.is_seen and stated.boundaries(target.config) is not None
-            expected = f"PARD-2 for this target's hidden states, not {stated}; or methods.NAME.target_states=false"
+        require(pard2 is not None or False not in choices, "target_states", False, expected)
+        if pard2 is not None and choices != {False}:
+            fits = target.is_seen and pard2.boundaries(target.config) is not None
+            expected = f"PARD-2 for this target's hidden states, not {pard2}; or methods.NAME.target_states=false"
             require(fits, self.kind.name, where, expected)
         return super().load(where, target, methods, **options)
 
