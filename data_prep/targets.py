@@ -67,7 +67,7 @@ def convert(config: ConvertConfig, folder: Path) -> None:
     if isinstance(original, FolderModel) and CONFIG_FILE not in original.files:
         raise UserError(f"target={config.target}: no {CONFIG_FILE} there; give the directory of a whole model")
     identity = {"target": content_key(original), "dtype": config.dtype, "shard_gb": config.shard_gb}
-    _require_same_conversion(folder, identity, config.resume)
+    require_same_conversion(folder, identity, config.resume)
     if (folder / CONFIG_FILE).exists():
         print(f"{folder}: finished already")
         return
@@ -79,7 +79,7 @@ def convert(config: ConvertConfig, folder: Path) -> None:
     print(f"convert_target out_dir={folder} files={files}", flush=True)
 
 
-def _require_same_conversion(folder: Path, identity: dict[str, object], resume: bool) -> None:
+def require_same_conversion(folder: Path, identity: dict[str, object], resume: bool) -> None:
     """Raise `UserError` unless the directory is empty, or holds the same conversion and `resume` is on."""
     if (folder / RECORD_FILE).exists():
         require_free(folder, (RECORD_FILE,), resume)

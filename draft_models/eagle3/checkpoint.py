@@ -7,6 +7,7 @@ weights except for the logits' matrix.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from safetensors.torch import save
@@ -54,12 +55,17 @@ AS_DECLARED = ReadingChanges()
 class StoredHead(HeadFiles):
     """A head on disk, checked but not loaded: its dialect, and the reading that its config declares, with overrides."""
 
-    dialect: Dialect
+    dialect: str
     reading: Reading
+    module: ClassVar[type[Eagle3]] = Eagle3
 
     def load(self, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Eagle3:
-        """The head, frozen (see `make_head`). A missing embedding or head is set later, from the target."""
-        return make_head(self.reading, self.tensors(dtype, device), self.source)
+        """The head, frozen. A missing embedding or head is set later, from the target."""
+        return self.make(self.reading, self.tensors(dtype, device))
+
+    def make(self, reading: Reading, tensors: Mapping[str, Tensor]) -> Eagle3:
+        """The head of `reading`, which may differ from the stored head's (see `make_head`)."""
+        return make_head(reading, tensors, self.source)
 
 
 def open_head(source: str, target: PreTrainedConfig, changes: ReadingChanges = AS_DECLARED) -> StoredHead:
@@ -101,12 +107,12 @@ def _require_shapes(reading: Reading, stored: HeadFiles, dialect: Dialect) -> No
     require_shapes(reading, head_shapes(reading), stored, lambda name: dialect_name(name, dialect))
 
 
-def head_shapes(reading: Reading) -> dict[str, tuple[int, ...]]:
-    """The shapes of all weights under this reading, by their names here."""
+def head_shapes(reading: Reading, module: type[Eagle3] = Eagle3) -> dict[str, tuple[int, ...]]:
+    """The shapes of all weights of a `module` under this reading, by their names here."""
     try:
-        weights = Eagle3(reading, all_tokens=True).state_dict()
+        weights = module(reading, all_tokens=True).state_dict()
     except TypeError as error:  # sizes beyond what a tensor can have
-        raise UserError(f"an EAGLE-3 head of impossible sizes ({reason(error)}); correct its {CONFIG_FILE}") from None
+        raise UserError(f"a head of impossible sizes ({reason(error)}); correct its {CONFIG_FILE}") from None
     return {name: tuple(weight.shape) for name, weight in weights.items()}
 
 

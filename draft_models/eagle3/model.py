@@ -15,6 +15,7 @@ positions of a step after step 0. So a step can leave out positions, which later
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING, Self
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,9 @@ from outrider.draft_models.eagle3.reading import Reading
 from outrider.draft_models.heads.layers import DraftHead, HeadAttention, head_mlp
 from outrider.draft_models.targets.attention import grouped_attention
 from outrider.draft_models.targets.target import Band, LayerCache, Mask, Masks, Rotary
+
+if TYPE_CHECKING:
+    from outrider.draft_models.targets.stack import LayerStack
 
 KeysValues = tuple[Tensor, Tensor]  # keys and values, [B, Hk, N, D] of a step
 EXTRA = 8  # columns that `_add_key` adds; fused kernels prefer widths that are multiples of this
@@ -131,6 +135,12 @@ HeadCache = LayerCache | Steps | None
 class StepAttention(HeadAttention):
     """Attention of a layer of the head, of passes and of the steps of training."""
 
+    def __init__(self, reading: Reading, input_width: int, layer_idx: int):
+        super().__init__(reading, input_width, layer_idx)
+        self.gate_proj = None
+        if reading.output_gate:
+            self.gate_proj = nn.Linear(input_width, reading.heads * reading.head_dim, bias=reading.attention_bias)
+
     def forward(self, x: Sequence[Tensor], mask: Mask, rotary: Rotary, cache: HeadCache) -> Tensor:
         """x: its input [B, Q, width] in parts, side by side → [B, Q, H]."""
         if torch.is_autocast_enabled(x[0].device.type):
@@ -141,36 +151,36 @@ class StepAttention(HeadAttention):
         else:
             joined = torch.cat([*x], -1)
             projections = [layer(joined) for layer in layers]
+        gate = None if self.gate_proj is None else self.gate_proj(torch.cat([*x], -1))  # [B, Q, heads · D]
         query, key, value = map(self.split_heads, projections)
         query, key = self.rotate(self.q_norm(query), rotary), self.rotate(self.k_norm(key), rotary)
         if isinstance(cache, Steps):
             assert isinstance(mask, Band)
             mixed = cache.attend(self, query, (key, value), mask, self.layer_idx, self.head_dim**-0.5)
-            return self.o_proj(mixed.flatten(2))
+            return self.project(mixed, gate)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        return self.attend(query, key, value, mask)
+        return self.attend(query, key, value, mask, gate)
 
 
 class HeadLayer(GradientCheckpointingLayer):
-    """A decoder layer of the head. The first one also takes the embedding of the token after the feature.
+    """A decoder layer of the head. A joint one also takes the embedding of the token after the feature.
 
     It inherits from transformers' class, by which optimizers and launchers recognise a layer.
     """
 
-    def __init__(self, reading: Reading, layer_idx: int):
+    def __init__(self, reading: Reading, layer_idx: int, *, joint: bool):
         super().__init__()
-        is_first_layer = layer_idx == 0
-        self.self_attn = StepAttention(reading, reading.hidden * (2 if is_first_layer else 1), layer_idx)
+        self.self_attn = StepAttention(reading, reading.hidden * (2 if joint else 1), layer_idx)
         self.mlp = head_mlp(reading)
         self.norm_before_residual = reading.norm_before_residual
-        normed = reading.embedding_norm or not is_first_layer
+        normed = reading.embedding_norm or not joint
         self.input_layernorm = LlamaRMSNorm(reading.hidden, reading.epsilon) if normed else nn.Identity()
-        self.hidden_norm = LlamaRMSNorm(reading.hidden, reading.epsilon) if is_first_layer else None
+        self.hidden_norm = LlamaRMSNorm(reading.hidden, reading.epsilon) if joint else None
         self.post_attention_layernorm = LlamaRMSNorm(reading.hidden, reading.epsilon)
 
     def forward(self, embedding: Tensor, hidden: Tensor, mask: Mask, rotary: Rotary, cache: HeadCache) -> Tensor:
-        """embedding, hidden [B, Q, H] → [B, Q, H]; later layers ignore the embedding."""
+        """embedding, hidden [B, Q, H] → [B, Q, H]; only a joint layer reads the embedding."""
         if self.hidden_norm is None:
             attended = [self.input_layernorm(hidden)]
         else:
@@ -193,19 +203,23 @@ class Eagle3(DraftHead):
         """Create it on the meta device, without weights. all_tokens: without a draft vocabulary."""
         super().__init__(reading, all_tokens=all_tokens)
         self.reading = reading
-        width, joined = reading.target_hidden, len(reading.taps) * reading.target_hidden
         with torch.device("meta"):
-            norms = [LlamaRMSNorm(width, reading.epsilon) for _ in reading.taps] if reading.tap_norms else []
-            self.fc_norm = nn.ModuleList(norms)
-            self.input_norm = LlamaRMSNorm(joined, reading.epsilon) if reading.joint_norm else nn.Identity()
-            self.fc = nn.Linear(joined, reading.hidden, bias=reading.fc_bias)
-            self.layers = nn.ModuleList(HeadLayer(reading, index) for index in range(reading.layers))
+            self._add_layers(reading)
             self.norm = LlamaRMSNorm(reading.hidden, reading.epsilon) if reading.final_norm else nn.Identity()
             self.lm_head = nn.Linear(reading.hidden, reading.draft_vocabulary, bias=False)
             self.embed_tokens = nn.Embedding(reading.vocabulary, reading.hidden) if reading.own_embedding else None
 
+    def _add_layers(self, reading: Reading) -> None:
+        """Add the modules from the aux hidden states to the last layer."""
+        width, joined = reading.target_hidden, len(reading.taps) * reading.target_hidden
+        norms = [LlamaRMSNorm(width, reading.epsilon) for _ in reading.taps] if reading.tap_norms else []
+        self.fc_norm = nn.ModuleList(norms)
+        self.input_norm = LlamaRMSNorm(joined, reading.epsilon) if reading.joint_norm else nn.Identity()
+        self.fc = nn.Linear(joined, reading.hidden, bias=reading.fc_bias)
+        self.layers = nn.ModuleList(HeadLayer(reading, index, joint=index == 0) for index in range(reading.layers))
+
     @classmethod
-    def of(cls, reading: Reading, weights: Mapping[str, Tensor]) -> "Eagle3":
+    def of(cls, reading: Reading, weights: Mapping[str, Tensor]) -> Self:
         """The head of `reading` with `weights`, by the names of this module; frozen.
 
         `draft_models.eagle3.checkpoint` checks names and shapes first, with a `UserError`.
@@ -220,6 +234,13 @@ class Eagle3(DraftHead):
         """Use a copy of the required rows of the target's head [V, H] (only if the reading says so)."""
         rows = weight if self.draft_tokens is None else weight[self.draft_tokens]
         self.lm_head.weight = nn.Parameter(rows.detach().to(self.dtype).clone(), requires_grad=False)
+
+    def use_target(self, stack: "LayerStack") -> None:
+        """Share what the head lacks with its target: the embedding, and the head's rows."""
+        if not self.reading.own_embedding:
+            self.use_embedding(stack.embed_tokens.weight)
+        if not self.reading.own_head:
+            self.use_head(stack.head.weight)
 
     def features(self, aux: Tensor) -> Tensor:
         """aux [B, Q, k · H_t], the target's aux hidden states at `reading.taps`, concatenated → features [B, Q, H]."""

@@ -20,6 +20,7 @@ class Reading(HeadSizes):
     """
 
     fc_bias: bool = False
+    output_gate: bool = False  # a sigmoid gate multiplies the output of attention (Qwen3-Next)
     tap_norms: bool = False  # every aux hidden state is normed before fc (EAGLE-3.1, "fc_norm")
     joint_norm: bool = False  # their concatenation is normed ("norm_before_fc")
     embedding_norm: bool = True  # the embedding is normed before attention ("use_input_layernorm_in_first_layer")

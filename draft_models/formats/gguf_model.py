@@ -123,6 +123,20 @@ class GgufModel:
         self.tensors()
 
 
+class NextnBlock(GgufModel):
+    """The blocks for multi-token prediction of any architecture, by ggml's names: those with a tensor `blk.N.nextn.`.
+
+    The order of rows is the file's, which is transformers' in all architectures but Llama.
+    """
+
+    @cached_property
+    def _sources(self) -> "Mapping[str, _TensorSource]":
+        tensors, identity = self.file.tensors, TensorProcessor()
+        blocks = tuple({name.partition("nextn.")[0] for name in tensors if ".nextn." in name})
+        parts = {name: part for name, part in tensors.items() if name.startswith(blocks)}
+        return {name: _TensorSource(self.file, name, part.shape, [part], identity) for name, part in parts.items()}
+
+
 def _model_on_meta(file: GgufFile) -> PreTrainedModel:
     """The model that the metadata describe, without weights. Raises `UserError`."""
     config = gguf_config(file)

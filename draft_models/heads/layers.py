@@ -45,10 +45,15 @@ class HeadAttention(nn.Module):
         rotating = rotating * cos + rotate_half(rotating) * sin
         return torch.cat([rotating, constant], dim=-1) if constant.shape[-1] else rotating
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, gate: Tensor | None = None) -> Tensor:
         """query [B, heads, Q, D] over keys and values [B, key heads, K, D] → the output [B, Q, H]."""
         mixed, _ = grouped_attention(self, query, key, value, mask, scaling=self.head_dim**-0.5)
-        return cast("Tensor", self.o_proj(mixed.flatten(2)))
+        return self.project(mixed, gate)
+
+    def project(self, mixed: Tensor, gate: Tensor | None) -> Tensor:
+        """The output [B, Q, H] from mixed values [B, Q, heads, D], times the sigmoid of `gate` [B, Q, heads · D]."""
+        mixed = mixed.flatten(2)
+        return cast("Tensor", self.o_proj(mixed if gate is None else mixed * gate.sigmoid()))
 
 
 def head_mlp(sizes: HeadSizes) -> LlamaMLP:

@@ -76,6 +76,9 @@ _PYTHON = "the directory of an environment with the engine, or its Python"
 EnginePython = Annotated[str, InputPath(_PYTHON, holds=("bin/python",), begins=(b"",))]
 # of what `save_tiny_models` writes, and of kinds of drafters and their options
 TARGET, SMALL_LM, EARLY_EXIT, EAGLE3, TABLE = "target", "small_lm", "early_exit", "eagle3", "table"
+MTP = "mtp"
+_WITH_MTP = "target, if it has an MTP head, or a model directory, GGUF file or Hub name with one"
+MtpSource = Annotated[str, InputPath(_WITH_MTP, hub=True, besides=(TARGET,), holds=MODEL_FILES, begins=GGUF)]
 HEAD_FOLDER = "calibration"  # folder of a calibration head in a drafter's directory that other engines read too
 
 
@@ -123,7 +126,7 @@ class TargetOrTokenizer(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class ReadingChanges(Settings):
-    """Corrections of an EAGLE-3 head's config.json; null: as it says."""
+    """Corrections of how an EAGLE-3 or MTP head is read; null: as its files say."""
 
     taps: tuple[Annotated[int, Ge(0)], ...] | None = None
     """boundaries of the target's layers, e.g. [2,16,29]: 0 is the embedding, i the output of layer i − 1"""
@@ -140,6 +143,9 @@ class ReadingChanges(Settings):
     draft_ids: Literal["offset", "index"] | None = opt(None, "what d2t holds: id − index, or the id")
     own_embedding: bool | None = opt(None, "false: the target's embedding, whatever the head's file has")
     own_head: bool | None = opt(None, "false: the target's head")
+    hidden_first: bool | None = opt(None, "MTP: fc reads [hidden state; embedding]; false: [embedding; hidden state]")
+    target_norm: bool | None = opt(None, "MTP: the target's final norm is applied to its hidden state")
+    norm_offset: bool | None = opt(None, "MTP: norms multiply by 1 + their weight")
 
     @property
     def overrides(self) -> dict[str, Any]:

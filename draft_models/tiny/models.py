@@ -2,14 +2,17 @@
 
 import copy
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from outrider.base.errors import reason
+from outrider.base.errors import UserError, reason
+from outrider.base.files import write_json
 from outrider.draft_models.calibration import drafter_digest, save_calibration
 from outrider.draft_models.calibration_head import CalibrationHead
 from outrider.draft_models.eagle3.checkpoint import head_shapes, save_head
@@ -18,11 +21,15 @@ from outrider.draft_models.eagle3.reading import Reading
 from outrider.draft_models.early_exit.checkpoint import read_meta, save_pretrained
 from outrider.draft_models.early_exit.model import EarlyExit, exit_layers
 from outrider.draft_models.formats.save_model import save_parts
+from outrider.draft_models.formats.stored_tensors import CONFIG_FILE, SAFETENSORS
 from outrider.draft_models.heads.files import DRAFT_TOKENS
+from outrider.draft_models.mtp.model import MtpHead
+from outrider.draft_models.mtp.reading import read_shapes
+from outrider.draft_models.mtp.spellings import qwen_name
 from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.draft_models.targets.fingerprint import model_identity
 from outrider.draft_models.targets.open_target import open_target
-from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, HEAD_FOLDER, SMALL_LM, TABLE, TARGET
+from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, HEAD_FOLDER, MTP, SMALL_LM, TABLE, TARGET
 from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.draft_models.targets.vocabulary import vocabulary_digest
 
@@ -45,7 +52,8 @@ def save_tiny_models(folder: Path, base: PreTrainedConfig | None = None) -> str:
     None, it is a Llama's.
 
     `TARGET` and `SMALL_LM` are ordinary Hugging Face directories with the same tokenizer. `EARLY_EXIT` holds an early
-    exit, `EAGLE3` an EAGLE-3 head, `TABLE` an n-gram table. Each drafter but the table has a calibration head.
+    exit, `EAGLE3` an EAGLE-3 head, `MTP` an MTP head if the target has a rope, `TABLE` an n-gram table. The small LM,
+    the early exit and the EAGLE-3 head have calibration heads.
     """
     transformers_logging.disable_progress_bar()
     if base is not None:
@@ -88,6 +96,8 @@ def _save_tiny_models(folder: Path, config: PreTrainedConfig) -> str:
         (folder / name / HEAD_FOLDER).mkdir()
         digest = drafter_digest(open_tensors(str(folder / name)))
         save_calibration(folder / name / HEAD_FOLDER, head, digest, facts)
+    with suppress(UserError):
+        save_tiny_mtp(folder / MTP, config)
     text = tokenizer("to be or not to be, that is the question, or not ")["input_ids"]
     digest = vocabulary_digest(tokenizer.get_vocab())
     TrigramTable.from_documents([text], (2, 3, 4), VOCABULARY, digest).save(folder / TABLE)
@@ -121,6 +131,19 @@ def tiny_head(target: PreTrainedConfig) -> Eagle3:
         for name, shape in head_shapes(reading).items()
     }
     return Eagle3.of(reading, {**weights, DRAFT_TOKENS: torch.arange(256)})
+
+
+def save_tiny_mtp(path: Path, target: PreTrainedConfig) -> None:
+    """Write a random MTP head of `target`, as Qwen3-Next's targets have it. Raises `UserError` for one without rope."""
+    shapes = head_shapes(read_shapes({"fc.weight": (target.hidden_size,)}, target, "qwen"), MtpHead)
+    generator = torch.Generator().manual_seed(3)
+    weights = {
+        qwen_name(name): torch.randn(shape, generator=generator) * 0.1 if len(shape) == 2 else torch.ones(shape)
+        for name, shape in shapes.items()
+    }
+    path.mkdir()
+    save_file(weights, path / SAFETENSORS.single)
+    write_json(path / CONFIG_FILE, {"architectures": ["MTP"]})
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

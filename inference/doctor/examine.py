@@ -8,6 +8,8 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from outrider.base.errors import warn
+from outrider.draft_models.mtp.checkpoint import lost_head
 from outrider.inference.doctor.examinees import EXAMINERS, Examinee
 from outrider.inference.doctor.scores import (
     AgreementScores,
@@ -37,6 +39,8 @@ def examine(
 
     rendered: the ids of every prompt's first turn.
     """
+    if config.doctor and (lost := lost_head(setup.target.source, setup.target.config)):
+        warn(f"target={setup.target.source}: {lost}")
     examinees = find_examinees(config, setup, models)
     if not examinees:
         return {}

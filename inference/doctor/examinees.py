@@ -15,12 +15,13 @@ from torch import Tensor
 from outrider.base.errors import UserError
 from outrider.base.settings import construct
 from outrider.draft_models.eagle3.checkpoint import TRAINING_FILE as HEAD_TRAINING_FILE
-from outrider.draft_models.eagle3.checkpoint import StoredHead, make_head, open_head
+from outrider.draft_models.eagle3.checkpoint import StoredHead, open_head
 from outrider.draft_models.eagle3.model import Eagle3, Steps
 from outrider.draft_models.eagle3.reading import Reading
 from outrider.draft_models.early_exit.model import EarlyExit
 from outrider.draft_models.heads.files import D2T
 from outrider.draft_models.heads.sizes import apply_changes, default_aux_layers, require_fitting_target, rope_base
+from outrider.draft_models.mtp.checkpoint import open_mtp
 from outrider.draft_models.small_lm.model import TRAINING_FILE as LM_TRAINING_FILE
 from outrider.draft_models.small_lm.model import SmallLM, last_id
 from outrider.draft_models.small_lm.pard2 import (
@@ -40,7 +41,7 @@ from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.doctor.scores import Fact, Recording, read_states
 from outrider.inference.drafters.model_plugin import without_calibration
 from outrider.inference.drafters.plugin import read_record
-from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, SMALL_LM
+from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, MTP, SMALL_LM
 
 DECLARED = "as declared"
 STEPS = 2  # draft steps of a head: the first reads true features, the second also one of the head's own outputs
@@ -48,6 +49,10 @@ _FAULTS = {  # by the changed field of `Reading`: what is wrong with the head, w
     "taps": "its config.json counts the target's layers in another way",
     "own_embedding": "trained without the embedding in its file, which is random, another model's or overwritten",
     "own_head": "trained without the head in its file, which is random, another model's or overwritten",
+    "hidden_first": "its fc reads embedding and hidden state in the other order, as another family's does",
+    "target_norm": "its trainer took the target's hidden state at the other side of the final norm",
+    "norm_output": "its trainer fed its output back at the other side of its norm",
+    "norm_offset": "its norms are stored the other way: as factors, or as factors minus 1",
 }
 _UNLIKE = "it was trained so, unlike what its config.json says"
 _MEND = "its config.json says otherwise than it was trained: correct this key"
@@ -185,23 +190,25 @@ def _pard2_variants(lm: Pard2, where: str, target: OpenTarget, stack: Target) ->
         yield make(f"states {delay} positions before", _UNREADABLE, delay=delay)
 
 
-def examine_head(model: Eagle3, where: str, target: OpenTarget, stack: Target, changes: ReadingChanges) -> Examinee:
-    """An EAGLE-3 head that is prepared to draft for `stack`. Its weights are read once for all variants.
+def examine_head(
+    _: object,
+    where: str,
+    target: OpenTarget,
+    stack: Target,
+    changes: ReadingChanges,
+    open_stored: Callable[..., StoredHead] = open_head,
+) -> Examinee:
+    """An EAGLE-3 or MTP head for `stack`. Its weights are read once for all variants.
 
-    changes: those with which it is read now; they count as declared.
+    changes: those with which it is read now; they count as declared. open_stored: opens a head of this kind.
     """
-    layered, shared = require_layers(stack), without_calibration(model).shared_embedding
-    embedding, output = shared[0] if shared else layered.embed_tokens.weight, layered.head.weight
-    stored_head = open_head(where, target.config, changes=changes)
+    stored_head, layered = open_stored(where, target.config, changes), require_layers(stack)
     tensors = stored_head.tensors(stack.dtype, stack.device)
 
     def make(reading: Reading) -> Eagle3:
         require_fitting_target(reading, target.config, stored_head.where)
-        head = make_head(reading, tensors, stored_head.source)
-        if not reading.own_embedding:
-            head.use_embedding(embedding)
-        if not reading.own_head:
-            head.use_head(output)
+        head = stored_head.make(reading, tensors)
+        head.use_target(layered)
         return head
 
     declared, taps, seen = make(stored_head.reading), stored_head.reading.taps, [stored_head.reading]
@@ -258,4 +265,5 @@ EXAMINERS: dict[str, Callable[..., Examinee]] = {
     EARLY_EXIT.name: examine_exit,
     SMALL_LM.name: examine_lm,
     EAGLE3.name: examine_head,
+    MTP.name: partial(examine_head, open_stored=open_mtp),
 }

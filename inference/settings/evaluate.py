@@ -32,6 +32,7 @@ from outrider.draft_models.targets.settings import (
     DrafterFolder,
     Head,
     Model,
+    MtpSource,
     ReadingChanges,
     Rehearsed,
     TableFolder,
@@ -39,7 +40,7 @@ from outrider.draft_models.targets.settings import (
     Tokenizer,
 )
 from outrider.inference.settings.kind import Kind
-from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, KINDS, kind_in
+from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, KINDS, MTP, READ_BY_CHOICE, kind_in
 from outrider.inference.settings.method import MethodConfig
 from outrider.inference.settings.sampling import SamplingConfig
 
@@ -76,7 +77,7 @@ class Drafting:
     def where(self, kind: Kind) -> str | None:
         """The path of the model of `kind`; None if no path is given, or the kind has no model."""
         path: str | None = kind.option and (getattr(self, kind.option, None) or self.drafters.get(kind.option))
-        return path
+        return getattr(self, TARGET, None) if kind.in_target and path == TARGET else path
 
     @property
     def paths(self) -> dict[str, str]:
@@ -114,6 +115,9 @@ class DecodingConfig(Drafting, Settings):
     """causal LM, as `target`, for methods with source=small_lm"""
     eagle3: Head | None = opt(None, debug=TinyModel(EAGLE3.name))
     """EAGLE-3 head, a directory or Hub name, for methods with source=eagle3"""
+    mtp: MtpSource | None = opt(None, debug=TinyModel(MTP.name))
+    """MTP head, for methods with source=mtp: target, if the target has one, or a model's directory, GGUF file or Hub
+    name with one"""
     target: Model | None = opt(None, debug=TinyModel(TARGET))
     """model directory, GGUF file or Hub name; null: the one `checkpoint` was trained for"""
     revision: str | None = free(None, "of the target on the Hub: branch, tag or commit", debug=None)
@@ -195,10 +199,10 @@ class EvaluateConfig(Rehearsed, RunConfig, DecodingConfig):
     plan: bool = free(False, "only say what every device would hold; needs no weights")
     threads: Count | None = opt(None, "of the CPU; null: torch's choice")
     reading: ReadingChanges = opt(factory=ReadingChanges, debug=DEFAULT)
-    """how the EAGLE-3 head is read where its config.json is wrong"""
+    """how the EAGLE-3 or MTP head is read where its files are misleading"""
     doctor: bool | None = None
     """examine the drafters before they are measured: how often they agree with the target, and whether another reading
-    would agree more; null: only EAGLE-3 heads of other trainers, and quickly"""
+    would agree more; null: only EAGLE-3 and MTP heads of other trainers, and quickly"""
     doctor_lengths: Annotated[tuple[Annotated[int, Ge(256)], ...], only(doctor=True)] = opt((), debug=())
     """lengths in tokens of texts, joined from the prompts, on which agreement is measured too"""
     show_prompts: Annotated[int, Ge(0)] = free(4)
@@ -212,8 +216,8 @@ class EvaluateConfig(Rehearsed, RunConfig, DecodingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.where(EAGLE3) is None:
-            require_default(self, "reading", "a run without an EAGLE-3 head does not read it")
+        if not any(map(self.where, READ_BY_CHOICE)):
+            require_default(self, "reading", "a run without an EAGLE-3 or MTP head does not read it")
 
     def plugin(self, kind: Kind) -> "AnyPlugin":
         return kind.load_plugin().read_with(self.reading)

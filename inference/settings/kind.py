@@ -26,6 +26,7 @@ class Kind:
     directory, so a head for a model in their format needs a separate folder.
     vllm_method: the method of vLLM that drafts with it; None: only this runtime does.
     layers: it drafts with layers of the target, which must run layer by layer.
+    in_target: its model may be part of the target; the path is then the word "target".
     """
 
     name: str
@@ -39,6 +40,7 @@ class Kind:
     calibration: str | None = None
     vllm_method: str | None = None
     layers: bool = False
+    in_target: bool = False
 
     @property
     def has_stop(self) -> bool:

@@ -24,14 +24,18 @@ for _folder in (
     "outrider.inference.drafters.early_exit",
     "outrider.inference.drafters.small_lm",
     "outrider.inference.drafters.eagle3",
+    "outrider.inference.drafters.mtp",
     "outrider.inference.drafters.skip_layers",
     "outrider.inference.drafters.prompt_lookup",
     "outrider.inference.drafters.ngrams",
 ):
     register(import_module(_folder).KIND)
 
-EARLY_EXIT, SMALL_LM, EAGLE3 = (KINDS[name] for name in (names.EARLY_EXIT, names.SMALL_LM, names.EAGLE3))
+EARLY_EXIT, SMALL_LM, EAGLE3, MTP = (
+    KINDS[name] for name in (names.EARLY_EXIT, names.SMALL_LM, names.EAGLE3, names.MTP)
+)
 PROMPT_LOOKUP, NGRAMS = KINDS["prompt_lookup"], KINDS["ngrams"]
+READ_BY_CHOICE = (EAGLE3, MTP)  # kinds whose models are read with `ReadingChanges`
 
 
 def kind_in(folder: str) -> Kind | None:

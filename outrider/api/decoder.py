@@ -50,7 +50,7 @@ from outrider.inference.loading.memory_plan import budget_of
 from outrider.inference.loading.models import load_stack, make_runtime, prepare_models
 from outrider.inference.loading.target_setup import config_with_drafter, find_setup
 from outrider.inference.settings.evaluate import EvaluateConfig, Runtime
-from outrider.inference.settings.kinds import EAGLE3, KINDS, NGRAMS, PROMPT_LOOKUP, SMALL_LM, kind_in, presets_of
+from outrider.inference.settings.kinds import EAGLE3, KINDS, MTP, NGRAMS, PROMPT_LOOKUP, SMALL_LM, kind_in, presets_of
 from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig, method_key, preset
 from outrider.inference.settings.sampling import GREEDY, SamplingConfig
 from outrider.inference.sizing.policy import Tuning
@@ -123,6 +123,7 @@ class Decoder:
         revision: str | None = None,
         small_lm: str | None = None,
         eagle3: str | None = None,
+        mtp: str | None = None,
         table: str | None = None,
         drafters: Mapping[str, str] | None = None,
         dtype: DecodeDtype = "auto",
@@ -139,11 +140,11 @@ class Decoder:
         source: a drafter's directory, or else a target: a directory, Hub name or GGUF file. An early exit records its
         target. With any other drafter (an EAGLE-3 head, an n-gram table, a small LM) `target` must be given.
         method: as the option `method`, such as "eesd_beta" or "eagle3/opt_tree"; or your own settings. None:
-        eesd_survival for an early exit, small_lm/survival, eagle3/survival for an EAGLE-3 head, ngrams with a table,
-        else prompt_lookup.
+        eesd_survival for an early exit, small_lm/survival, eagle3/survival for an EAGLE-3 head, mtp/survival for an MTP
+        head, ngrams with a table, else prompt_lookup.
         name: a name for your own settings.
         target: the drafter's target; for an early exit, the target's current path.
-        small_lm, eagle3, table, drafters, template, chat_template_kwargs: as the options of evaluate-checkpoint.
+        small_lm, eagle3, mtp, table, drafters, template, chat_template_kwargs: as the options of evaluate-checkpoint.
         conversations: whether there will be some, or the system message of all: then it is an error now, before the
         weights are loaded, if no template for them is known.
         batch: the most texts that are decoded at once; each has its own KV cache, which grows with it.
@@ -156,7 +157,7 @@ class Decoder:
         require(kind is not None or target is None, "target", target, f"None: {source} is no drafter's directory")
         is_drafter = kind is not None and (target is not None or kind != SMALL_LM)  # a causal LM alone is a target
         if method is None:
-            options = {str(SMALL_LM.option): small_lm, str(EAGLE3.option): eagle3, str(NGRAMS.option): table}
+            options = {SMALL_LM.name: small_lm, EAGLE3.name: eagle3, MTP.name: mtp, str(NGRAMS.option): table}
             kind_preset = kind.preset if kind is not None and is_drafter else None
             method = kind_preset or [*presets_of(options), PROMPT_LOOKUP.name][0]
         name = construct(str, name or (method_key(method) if isinstance(method, str) else "method"), "name")
@@ -164,17 +165,12 @@ class Decoder:
             checkpoint=str(source) if is_drafter else None,
             target=target if is_drafter else str(source),
             revision=revision,
-            small_lm=small_lm,
-            eagle3=eagle3,
-            table=table,
+            small_lm=small_lm, eagle3=eagle3, mtp=mtp, table=table,
             drafters=construct(dict[str, str], drafters or {}, "drafters"),
             methods={name: preset(method) if isinstance(method, str) else method},
-            dtype=dtype,
-            device=device,
-            runtime=runtime,
-            template=template,
+            dtype=dtype, device=device, runtime=runtime, template=template,
             chat_template_kwargs=construct(dict[str, object], chat_template_kwargs or {}, KWARGS),
-        )
+        )  # fmt: skip
         limit = construct(Count | None, cache_bytes, "cache_bytes")
         return cls(config, name, conversations, construct(Count, batch, "batch"), limit)
 

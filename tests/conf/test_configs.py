@@ -49,6 +49,7 @@ MANDATORY = {
     "forecast": ["target=t", "answers=a.jsonl", "prompts=p.jsonl"],
     "refit": ["checkpoint=c", "logs=l.jsonl", "target=t"],
     "write_prompts": ["target=t"],
+    "restore_mtp": ["target=t", "base=b"],
 }
 COMMANDS: dict[str, tuple[type, str, list[str]]] = {
     name: (command.load_settings(), command.script, MANDATORY.get(name, [])) for name, command in cli.COMMANDS.items()

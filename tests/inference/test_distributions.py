@@ -168,6 +168,7 @@ CASES = {
     "chain, one pass of an exit": Case(
         block(source="early_exit", max_draft=3), tables=Tables(APART.p, OnePass(APART.q.distributions.tolist()))
     ),
+    "chain, block of an MTP head": Case(block(source="mtp", max_draft=3)),
     "chain, copied": Case(preset("small_lm/survival"), 63),
     "opt_tree, copied": Case(preset("opt_tree_auto"), 63),
     "chain, confidence": Case(chain("confidence", "early_exit", max_draft=4, threshold=0.28)),
@@ -214,6 +215,7 @@ def make_arm(case: Case, sampling: SamplingConfig = PLAIN, name: str = "m") -> A
     q: Any = case.tables.q
     size = len(case.tables.p.distributions)
     models = {"early_exit": q, "small_lm": q, "eagle3": TableHead(q.distributions.tolist())}
+    models["mtp"] = models["eagle3"]
     table = TrigramTable.from_documents(make_documents(size), [2, 3, 4], size, "t", min_count=2)
     drafters = {name: Calibrated(model, head) for name, model in models.items()} | {"ngrams": table}
     options = {"text": TextSettings(case.tokens, sampling=sampling), "runtime": TableRuntime()}

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Unpack
+from typing import Self, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -120,11 +120,15 @@ class Eagle3Plugin(TrainedDrafterPlugin[Eagle3]):
     def __init__(self, changes: ReadingChanges = checkpoint.AS_DECLARED):
         self.changes = changes
 
-    def read_with(self, changes: ReadingChanges) -> "Eagle3Plugin":
-        return Eagle3Plugin(changes)
+    def read_with(self, changes: ReadingChanges) -> Self:
+        return type(self)(changes)
+
+    def open_head(self, where: str, target: PreTrainedConfig) -> checkpoint.StoredHead:
+        """The head in `where`, for a target of this config."""
+        return checkpoint.open_head(where, target, self.changes)
 
     def is_foreign(self, where: str, target: OpenTarget) -> bool:
-        return not checkpoint.open_head(where, target.config, changes=self.changes).made_here
+        return not self.open_head(where, target.config).made_here
 
     def is_in(self, folder: str) -> bool:
         return is_head(open_tensors(folder).file_of)  # its config may name a causal LM
@@ -133,25 +137,22 @@ class Eagle3Plugin(TrainedDrafterPlugin[Eagle3]):
         return drafter_digest(open_tensors(where), self.changes.overrides)
 
     def load_drafter(self, where: str, target: OpenTarget, **options: Unpack[ModelOptions]) -> Eagle3:
-        return checkpoint.open_head(where, target.config, self.changes).load(**options)
+        return self.open_head(where, target.config).load(**options)
 
     def prepare(self, model: Eagle3, target: Target) -> None:
         drafter = without_calibration(model)
-        stack = require_layers(target)
-        if not drafter.reading.own_embedding:
-            drafter.use_embedding(stack.embed_tokens.weight)
-        if not drafter.reading.own_head:
-            drafter.use_head(stack.head.weight)
+        drafter.use_target(require_layers(target))
         lay_out(drafter, target.device)
 
     def draft_vocabulary(self, where: str) -> Sequence[int] | None:
         return stored_tokens(where, local_name, by_index=self.changes.draft_ids == "index")
 
     def empty_model(self, where: str, target: PreTrainedConfig) -> nn.Module:
-        return Eagle3(checkpoint.open_head(where, target, changes=self.changes).reading, all_tokens=True)
+        stored = self.open_head(where, target)
+        return stored.module(stored.reading, all_tokens=True)
 
     def export(self, where: str, target: OpenTarget, dtype: torch.dtype, folder: Path) -> None:
-        stored = checkpoint.open_head(where, target.config, changes=self.changes)
+        stored = self.open_head(where, target.config)
         head = stored.load(dtype)
         made_here = stored.made_here and not self.changes.overrides
         checkpoint.save_head(folder, head, "speculators", target.config, target.source, made_here=made_here)

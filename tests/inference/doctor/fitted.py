@@ -86,6 +86,12 @@ def fitted(stack: LayerStack, said: list[Recording], *, still: bool = False, ste
     weights["lm_head.weight"] = rows if still else rows @ torch.linalg.qr(torch.randn(64, 64, generator=generator)).Q
     head = Eagle3.of(reading, {**weights, DRAFT_TOKENS: ids})
     head.use_embedding(stack.embed_tokens.weight)
+    learn(head, said, steps, still=still)
+    return head.requires_grad_(False)
+
+
+def learn(head: Eagle3, said: list[Recording], steps: int, *, still: bool = False) -> None:
+    """Fit the matrices of a head but the last one to what a target `said`."""
     learning = [one for name, one in head.named_parameters() if one.ndim == 2 and name != "lm_head.weight"]
     optimizer = torch.optim.Adam([one.requires_grad_(True) for one in learning], lr=5e-3)
     texts = [_outside_of_inference(recording) for recording in said]
@@ -96,7 +102,6 @@ def fitted(stack: LayerStack, said: list[Recording], *, still: bool = False, ste
         optimizer.zero_grad()
         loss.backward()  # type: ignore[union-attr]
         optimizer.step()
-    return head.requires_grad_(False)
 
 
 def _outside_of_inference(recording: Recording) -> Recording:

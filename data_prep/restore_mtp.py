@@ -1,0 +1,134 @@
+"""Give a fine-tuned model its base model's MTP head back: `python data_prep/restore_mtp.py target=… base=… out_dir=…`.
+
+Trainers drop the head's tensors when they save a model. The copy has links to the model's shards, one shard more with
+the head, and a new index. config.json is written last: a directory without it does not load.
+"""
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    from outrider.commands import run_script
+
+    run_script("restore_mtp")
+
+import os
+import shutil
+from pathlib import Path
+
+from safetensors.torch import save
+from torch import Tensor
+
+from outrider.base.errors import UserError, require
+from outrider.base.files import read_mapping, require_writable, write_atomically, write_json
+from outrider.base.processes import from_main, join_processes, only_run_of
+from outrider.base.words import list_words
+from outrider.data_prep.settings import RestoreConfig
+from outrider.data_prep.targets import RECORD_FILE, require_same_conversion
+from outrider.draft_models.formats.convert import fetch_folder, find_original
+from outrider.draft_models.formats.stored_tensors import CONFIG_FILE, SAFETENSORS, open_safetensors
+from outrider.draft_models.mtp.checkpoint import DECLARED_BY, open_mtp
+from outrider.draft_models.mtp.spellings import HeadTensors, find_head, qwen_name
+from outrider.draft_models.targets.fingerprint import config_differences, deciding_config
+from outrider.draft_models.targets.open_target import read_config
+from outrider.draft_models.targets.tensor_files import find_file
+
+SHARD = "model-mtp.safetensors"  # llama.cpp's converter reads files that begin with "model" alone
+_WEIGHTS = (".safetensors", ".bin", ".gguf", ".pth", ".index.json")  # ends of files that are not copied
+# Fields of config.json that a fine-tuning may change without another head.
+_FREE = {*DECLARED_BY, "vocab_size", "tie_word_embeddings", "max_position_embeddings"}
+
+
+def restore_mtp(config: RestoreConfig) -> None:
+    """Write the copy to `config.out_dir`. Raises `UserError` if the head does not belong to the model.
+
+    Under a launcher, one process does it.
+    """
+    state, folder = join_processes(), require_writable(config.out_dir)
+    with only_run_of(state, folder, "a target"):
+        from_main(state, lambda: _restore(config, folder))
+
+
+def _restore(config: RestoreConfig, folder: Path) -> None:
+    head = _require_head(config)
+    identity: dict[str, object] = {
+        "target": config.target,
+        "base": config.base,
+        "head": head.files.digests(head.files.file_of),
+    }
+    require_same_conversion(folder, identity, config.resume)
+    if (folder / CONFIG_FILE).exists():
+        print(f"{folder}: finished already")
+        return
+    write_json(folder / RECORD_FILE, identity)
+    model = fetch_folder(config.target, None, SAFETENSORS)
+    file_of, tensors = link_shards(model, folder), read_head(head)
+    write_atomically(folder / SHARD, save(tensors, metadata={"format": "pt"}))
+    weight_map = {**file_of, **dict.fromkeys(tensors, SHARD)}
+    write_json(folder / SAFETENSORS.index, {"metadata": {}, "weight_map": weight_map})
+    for path in model.iterdir():
+        if path.is_file() and path.name != CONFIG_FILE and not path.name.endswith(_WEIGHTS):
+            shutil.copyfile(path, folder / path.name)
+    write_json(folder / CONFIG_FILE, declare_head(model / CONFIG_FILE, find_file(config.base, CONFIG_FILE, None)))
+    print(f"restore_mtp out_dir={folder} spelling={head.spelling} tensors={len(tensors)}; examine it by "
+          f"evaluate-checkpoint target={folder} mtp=target doctor=true", flush=True)  # fmt: skip
+
+
+def _require_head(config: RestoreConfig) -> HeadTensors:
+    """The head in `config.base`. Raises `UserError` unless it is one of `config.target`, which has none."""
+    for option, source in (("target", config.target), ("base", config.base)):
+        if find_original(source) is not None:
+            raise UserError(
+                f"{option}={source}: expected unquantised safetensors (outrider convert-target writes them)"
+            )
+    if find_head(config.target) is not None:
+        raise UserError(f"target={config.target}: has an MTP head; expected a model that lost its head")
+    head, target = find_head(config.base), read_config(config.target)
+    if head is None:
+        raise UserError(f"base={config.base}: no tensors of an MTP head there; give the base model as it was published")
+    if head.spelling != "speculators":  # whose config.json has no model's fields
+        models = (deciding_config(source, None) for source in (config.base, config.target))
+        names = [name for name, *_ in config_differences(*models) if not name.endswith(("_token_id", *_FREE))]
+        expected = "the model that target was fine-tuned from"
+        require(not names, "base", config.base, f"{expected}; config.json differs in {list_words(names)}")
+    try:
+        head.require_supported()
+    except UserError as error:  # servers run it
+        print(f"restore_mtp shapes=unchecked reason={str(error)!r}", flush=True)
+    else:
+        open_mtp(config.base, target)
+    return head
+
+
+def link_shards(model: Path, folder: Path) -> dict[str, str]:
+    """Link the safetensors of `model` in `folder`, or copy them to another disk; returns tensor name → file name.
+
+    A single file gets another name, as its own would win over an index.
+    """
+    if (model / SAFETENSORS.single).exists():
+        names = {SAFETENSORS.single: "model-00001-of-00001.safetensors"}
+        file_of = dict.fromkeys(open_safetensors(str(model / SAFETENSORS.single)), *names.values())
+    else:
+        file_of = SAFETENSORS.file_of(model / SAFETENSORS.index)
+        names = {name: name for name in file_of.values()}
+    for name, linked in names.items():
+        (folder / linked).unlink(missing_ok=True)
+        try:
+            os.link((model / name).resolve(), folder / linked)
+        except OSError:  # another disk, or one without links
+            shutil.copyfile(model / name, folder / linked)
+    return file_of
+
+
+def read_head(head: HeadTensors) -> dict[str, Tensor]:
+    """The head's tensors by the names that servers expect in a target's directory, in the types that are stored."""
+    tensors = head.files.read(head.files.file_of)
+    if head.spelling != "speculators":
+        return tensors
+    return {qwen_name(name): tensors[stored] for name, stored in head.stored_names.items()}
+
+
+def declare_head(model: Path, base: str | None) -> dict[str, object]:
+    """config.json of the `model`, with the fields in which the one in `base` declares the head."""
+    fields, source = (read_mapping(file, "description of a model", "fetch it again") for file in (model, base or model))
+    for section, declared in ((fields, source), (fields.get("text_config"), source.get("text_config"))):
+        if isinstance(section, dict) and isinstance(declared, dict):
+            section.update({key: declared[key] for key in DECLARED_BY if declared.get(key)})
+    return fields

@@ -1,0 +1,97 @@
+"""MTP heads on disk: opened strictly, in any spelling. Missing and unexpected tensors are errors."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from outrider.base.errors import UserError
+from outrider.draft_models.eagle3.checkpoint import AS_DECLARED, StoredHead, head_shapes
+from outrider.draft_models.eagle3.model import Eagle3
+from outrider.draft_models.eagle3.reading import Reading
+from outrider.draft_models.heads.files import choose_weights, require_shapes
+from outrider.draft_models.heads.sizes import apply_changes, require_fitting_target
+from outrider.draft_models.mtp.model import MtpHead
+from outrider.draft_models.mtp.reading import MtpReading, read_shapes
+from outrider.draft_models.mtp.spellings import LAYER, find_head
+from outrider.draft_models.targets.settings import ReadingChanges
+
+# The fields of config.json that state the number of MTP layers.
+DECLARED_BY = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+_QUERY, _GATE, _OUTPUT_BIAS = (f"{LAYER}self_attn.{name}" for name in ("q_proj", "gate_proj", "o_proj.bias"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredMtp(StoredHead):
+    """An MTP head on disk, checked but not loaded; `dialect` is its spelling. A target's config.json describes it."""
+
+    module: ClassVar[type[Eagle3]] = MtpHead
+
+    def make(self, reading: Reading, tensors: Mapping[str, Tensor]) -> Eagle3:
+        assert isinstance(reading, MtpReading)
+        weights = choose_weights(head_shapes(reading, MtpHead), arrange_tensors(reading, tensors), self.where)
+        return MtpHead.of(reading, weights)
+
+
+def open_mtp(source: str, target: PreTrainedConfig, changes: ReadingChanges = AS_DECLARED) -> StoredMtp:
+    """The MTP head in `source`, a directory, Hub name or GGUF file, for a target of config `target`.
+
+    Reads headers only. changes: overrides of the declared reading. Raises `UserError` if there is no such head, it is
+    of an unsupported kind, is for another target, or its tensors do not fit.
+    """
+    head, where = find_head(source), f"mtp={source}"
+    if head is None:
+        remedy = lost_head(source, target) or "give a model that has one, or its base model, or another drafter"
+        raise UserError(f"{where}: no tensors of an MTP head there; {remedy}")
+    head.require_supported()
+    stored = dict(head.files.open_stored(head.files.file_of))
+    shapes = {name: tuple(stored[stored_name].shape) for name, stored_name in head.stored_names.items()}
+    try:
+        declared = read_shapes(shapes, target, head.spelling)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    arranged = {name: tuple(tensor.shape) for name, tensor in arrange_tensors(declared, empty).items()}
+    opened = StoredMtp(
+        source=source, where=where, config={}, files=head.files, stored_names=head.stored_names, shapes=arranged,
+        dialect=head.spelling, reading=declared,
+    )  # fmt: skip
+    require_shapes(declared, head_shapes(declared, MtpHead), opened, lambda name: head.stored_names.get(name, name))
+    reading = apply_changes(declared, changes, target)
+    require_fitting_target(reading, target.get_text_config(), where)
+    return replace(opened, reading=reading)
+
+
+def lost_head(source: str, target: PreTrainedConfig) -> str:
+    """What happened to an MTP head that the config `target` declares and the model in `source` lacks; "": nothing."""
+    counts = {key: getattr(target.get_text_config(), key, None) for key in DECLARED_BY}
+    declared = ", ".join(f"{key}={count}" for key, count in counts.items() if count)
+    if not declared or find_head(source) is not None:
+        return ""
+    return (
+        f"the target's config declares an MTP head ({declared}) that its weights lack: it was skipped when the model "
+        "was saved, or lost in fine-tuning; outrider restore-mtp takes it from the base model"
+    )
+
+
+def arrange_tensors(reading: MtpReading, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`tensors`, as `reading` reads them, by the names and in the layout of `MtpHead`; they may be on meta.
+
+    fc's columns become [embedding; hidden state], norms' weights factors, and q_proj's rows, which alternate between
+    heads of queries and of gates, two matrices. Qwen2 has no bias of o_proj, which becomes 0.
+    """
+    arranged = dict(tensors)
+    if reading.hidden_first and "fc.weight" in arranged:
+        arranged["fc.weight"] = arranged["fc.weight"].roll(reading.hidden, 1)  # [H, 2 H]
+    if reading.norm_offset:
+        arranged |= {name: 1 + tensor for name, tensor in arranged.items() if "norm" in name}
+    for kind in ("weight", "bias") if reading.output_gate else ():
+        if (joint := arranged.get(f"{_QUERY}.{kind}")) is not None:
+            parts = joint.unflatten(0, (reading.heads, 2, reading.head_dim))  # [heads, 2, D, …]
+            arranged[f"{_QUERY}.{kind}"], arranged[f"{_GATE}.{kind}"] = (part.flatten(0, 1) for part in parts.unbind(1))
+    if reading.attention_bias and _OUTPUT_BIAS not in arranged:
+        arranged[_OUTPUT_BIAS] = torch.zeros_like(arranged["fc.weight"][:, 0])  # [H]
+    return arranged

@@ -1,0 +1,74 @@
+"""The interpretation of an MTP head's tensors: sizes, and everything in which families and engines differ.
+
+The head is a decoder layer of the target's kind. Its sizes and its rope are the target's; the tensors show the rest.
+
+Families agree in the first step's feature, the target's hidden state after its final norm, and feed the head's output
+back after the head's own norm (vLLM's qwen3_next_mtp.py, mimo_mtp.py; deepseek_mtp.py since its pull request 45895;
+llama.cpp for Qwen since its 24025). Older engines have both before the norm, and so has llama.cpp for DeepSeek and GLM.
+speculators trains on the hidden state before the norm. MiMo's fc reads [hidden state; embedding], the others'
+[embedding; hidden state].
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from transformers import PreTrainedConfig
+
+from outrider.base.errors import UserError
+from outrider.base.settings import require_default
+from outrider.draft_models.eagle3.reading import Reading, new_reading
+from outrider.draft_models.heads.sizes import Shapes
+
+_OF_OFFSET_NORMS = ("qwen3_next", "qwen3_5")  # beginnings of model types whose norms multiply by 1 + their weight
+_ATTENTION = "layers.0.self_attn."
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpReading(Reading):
+    """How the tensors of a head are read. The same tensors may fit several readings. Raises `UserError`.
+
+    `taps` has one boundary, the number of the target's layers: the input of the target's final norm.
+    """
+
+    hidden_first: bool = False  # fc reads [hidden state; embedding]
+    target_norm: bool = True  # the target's final norm is applied to its hidden state
+    norm_offset: bool = False  # the head's norms multiply by 1 + their weight
+    norm_output: bool = True
+    own_head: bool = False
+    eagle_only: ClassVar[tuple[str, ...]] = (
+        "tap_norms", "joint_norm", "embedding_norm", "norm_before_residual", "final_norm", "draft_ids",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.eagle_only:
+            require_default(self, name, "only EAGLE-3 heads are read with it")
+        self.require("taps", len(self.taps) == 1, "one boundary")
+
+
+def read_shapes(shapes: Shapes, target: PreTrainedConfig, spelling: str) -> MtpReading:
+    """The reading of a head of these `shapes`, by their names here, for a target of config `target`.
+
+    spelling: see `mtp.spellings`. Raises `UserError` if such a target has no such head.
+    """
+    config = target.get_text_config()
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    if "rope_theta" not in rope:
+        raise UserError("the target has no rope, or several: expected one, as its head rotates as its layers do")
+    taps, inner = (config.num_hidden_layers,), shapes.get("layers.0.mlp.up_proj.weight", (None,))[0]
+    sizes = vars(new_reading(config, taps=taps, version="3", draft_vocabulary=None, intermediate=inner))
+    query_rows = shapes.get(f"{_ATTENTION}q_proj.weight", (0,))[0]
+    shown = {
+        "rope": {name: value for name, value in rope.items() if not name.startswith("mrope_")},  # alike for text
+        "activation": getattr(config, "hidden_act", None) or "silu",
+        "attention_bias": f"{_ATTENTION}q_proj.bias" in shapes,
+        "head_norms": f"{_ATTENTION}q_norm.weight" in shapes,
+        "output_gate": query_rows == 2 * sizes["heads"] * sizes["head_dim"],
+        "own_embedding": "embed_tokens.weight" in shapes,
+        "own_head": "lm_head.weight" in shapes,
+        "norm_output": True,
+        "hidden_first": spelling == "mimo",
+        "target_norm": spelling != "speculators",
+        "norm_offset": spelling != "gguf" and config.model_type.startswith(_OF_OFFSET_NORMS),  # its converter adds 1
+    }
+    return MtpReading(**{**sizes, **shown})

@@ -1,0 +1,32 @@
+"""An MTP head as the drafter: it drafts as an EAGLE-3 head does, from the target's last hidden state."""
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedConfig
+
+from outrider.draft_models.mtp.checkpoint import StoredMtp, open_mtp
+from outrider.draft_models.mtp.spellings import find_head
+from outrider.draft_models.targets.tensor_files import open_tensors
+from outrider.inference.drafters.eagle3.drafter import Eagle3Plugin
+from outrider.inference.drafters.mtp import KIND
+
+
+class MtpPlugin(Eagle3Plugin):
+    """The model is an `MtpHead`. changes: overrides of the reading that its file's spelling declares."""
+
+    kind, record, has_card = KIND, "mtp.json", False  # no training here writes such a record
+
+    def open_head(self, where: str, target: PreTrainedConfig) -> StoredMtp:
+        return open_mtp(where, target, self.changes)
+
+    def is_in(self, folder: str) -> bool:
+        """Whether the head is alone there: a target with a head of its own is a causal LM."""
+        head = find_head(folder)
+        return head is not None and len(head.files.file_of) == len(open_tensors(folder).file_of)
+
+    def identity(self, where: str | None) -> dict[str, object]:
+        head = None if where is None else find_head(where)
+        return {KIND.name: None if head is None else head.files.digests(head.files.file_of)}
+
+    def draft_vocabulary(self, where: str) -> Sequence[int] | None:
+        return None
