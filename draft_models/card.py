@@ -7,7 +7,6 @@ from outrider.base.errors import warn
 from outrider.base.files import is_local, write_atomically
 from outrider.base.words import PageName
 from outrider.draft_models.formats.model_name import model_name
-from outrider.draft_models.targets.settings import EAGLE3
 
 CARD_FILE = "README.md"
 TITLE = "# A draft model for "  # followed by the target
@@ -50,11 +49,12 @@ def add_report(path: Path, report: str) -> None:
     write_atomically(card, f"{before}\n\n{REPORT_HEADING}\n\n{body}".encode())
 
 
-def describe_serving(drafted: int, engine: str = "vllm", *, one_pass: bool = False, head: bool = False) -> str:
+def describe_serving(drafted: int, engine: str = "vllm", *, one_pass: bool = False, head: str = "") -> str:
     """Instructions for a causal LM in `engine` and engines that read the same files, with {path} and {target} to fill.
 
     drafted: how many tokens it drafts for each pass of the target. one_pass: it drafts them in one pass, where an
-    engine can; the others run it for each. head: of an EAGLE-3 head in `engine` alone; SGLang drafts trees with it.
+    engine can; the others run it for each. head: vLLM's method of a draft head, in `engine` alone; "": a causal
+    LM. SGLang drafts trees with an EAGLE-3 head.
     """
     lines = [_SERVING[name] for name in (PLAIN_ENGINES if engine in PLAIN_ENGINES and not head else (engine,))]
     parallel, runner = ('"parallel_drafting": true, ', "VLLM_USE_V2_MODEL_RUNNER=0 ") if one_pass else ("", "")
@@ -62,7 +62,7 @@ def describe_serving(drafted: int, engine: str = "vllm", *, one_pass: bool = Fal
     values = {"method": "draft_model", "algorithm": "STANDALONE", "topk": 1, "drafts": "draft-simple"} | numbers
     values["p_min"] = " --spec-draft-p-min 0.6"
     if head:
-        values |= {"method": EAGLE3, "algorithm": "EAGLE3", "topk": 4, "checked": 16, "drafts": "draft-eagle3"}
+        values |= {"method": head, "algorithm": "EAGLE3", "topk": 4, "checked": 16, "drafts": "draft-eagle3"}
         values["p_min"] = ""
     return "\n\n".join(lines) % {**values, "parallel": parallel}
 

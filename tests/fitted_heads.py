@@ -1,10 +1,13 @@
-"""EAGLE-3 heads that are often right, though nothing in them was trained but the last layer."""
+"""EAGLE-3 heads and block drafters that are often right, though nothing in them was trained but the last layer."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from outrider.draft_models.dflash.checkpoint import drafter_shapes
+from outrider.draft_models.dflash.model import DFlash
+from outrider.draft_models.dflash.reading import BlockReading
 from outrider.draft_models.eagle3.checkpoint import head_shapes
 from outrider.draft_models.eagle3.model import Eagle3
 from outrider.draft_models.eagle3.reading import Reading
@@ -14,6 +17,7 @@ from outrider.draft_models.mtp.reading import MtpReading
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.inference.core.target_session import TargetSession
 from outrider.inference.core.tree import ROOT
+from outrider.inference.drafters.dflash.drafter import BlockPasses
 from outrider.inference.drafters.eagle3.drafter import Eagle3DraftModel
 
 STEPS = 3  # of a draft that are fitted
@@ -74,15 +78,73 @@ def fit_logits(stack: LayerStack, head: Eagle3, texts: Sequence[tuple[list[int],
         for count in range(start, len(text) - STEPS - 1):
             found = hidden_of(stack, head, text[:count], text[count : count + STEPS])
             for step, output in enumerate(found):
-                place = known.index(text[count + step + 1])
-                logits = torch.zeros(len(known), dtype=torch.float64)
-                logits[place] = SURE if (count + 2 * step) % 7 > 1 else -SURE
-                logits[place - 1] = (SURE + 0.5) * ((count // 2 + step) % 4 == 0)
                 rows.append(head.norm(output))
-                wanted.append(logits)
+                wanted.append(wanted_logits(known, text[count + step + 1], count, step))
+    head.lm_head.weight.copy_(fit(rows, wanted))
+
+
+def wanted_logits(known: Sequence[int], token: int, count: int, step: int) -> Tensor:
+    """Logits that are right in most places."""
+    place = known.index(token)
+    logits = torch.zeros(len(known), dtype=torch.float64)
+    logits[place] = SURE if (count + 2 * step) % 7 > 1 else -SURE
+    logits[place - 1] = (SURE + 0.5) * ((count // 2 + step) % 4 == 0)
+    return logits
+
+
+def fit(rows: list[Tensor], wanted: list[Tensor]) -> Tensor:
+    """The matrix that gives logits like those `wanted` for `rows`."""
     given = torch.stack(rows).double()
     ridge = 1e-3 * torch.eye(len(given), dtype=torch.float64)
-    head.lm_head.weight.copy_((given.T @ torch.linalg.solve(given @ given.T + ridge, torch.stack(wanted))).T)
+    return (given.T @ torch.linalg.solve(given @ given.T + ridge, torch.stack(wanted))).T
+
+
+@torch.inference_mode()
+def fitted_block(
+    stack: LayerStack, answers: Sequence[tuple[Sequence[int], Sequence[int]]], hidden: int = 256, rank: int = 0
+) -> DFlash:
+    """The same of a block drafter, of one layer that slides and one that does not; rank: of a Markov head's bias."""
+    texts = [([*prompt, *answer], len(prompt)) for prompt, answer in answers]
+    said = {token for _, answer in answers for token in answer}
+    known = sorted({*range(0, stack.config.vocab_size, 2), *said})
+    reading = BlockReading(
+        taps=(0, 2, len(stack.layers)), target_hidden=stack.config.hidden_size, hidden=hidden, intermediate=64,
+        layers=2, heads=4, key_heads=2, head_dim=16, epsilon=1e-5, activation="silu",
+        vocabulary=stack.config.vocab_size, draft_vocabulary=len(known),
+        rope={"rope_type": "default", "rope_theta": 10000.0}, max_positions=256, windows=(None, 8), own_embedding=True,
+        head_norms=True, block=STEPS + (rank == 0), mask_token=3, sample_from_anchor=rank > 0, causal=(False, True),
+        markov_rank=rank, confidence="markov" if rank else "none",
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    weights: dict[str, Tensor] = {}
+    for name, shape in drafter_shapes(reading).items():
+        made = torch.randn(shape, generator=generator) * shape[-1] ** -0.5 if len(shape) == 2 else torch.ones(shape)
+        weights[name] = made.to(stack.dtype)
+    drafter = DFlash.of(reading, {**weights, DRAFT_TOKENS: torch.tensor(known)})
+    assert drafter.lm_head is not None
+    rows, wanted = [], []
+    for text, start in texts:
+        for count in range(start, len(text) - STEPS - 1):
+            for step, output in enumerate(hidden_of_block(stack, drafter, text[:count], text[count])):
+                bias = drafter.bias(output.new_zeros(len(known)), torch.tensor(text[count + step]))
+                rows.append(output)
+                wanted.append(wanted_logits(known, text[count + step + 1], count, step) - bias)
+    drafter.lm_head.weight.copy_(fit(rows, wanted))
+    with torch.inference_mode(False):
+        return DFlash.of(reading, {name: weight.clone() for name, weight in drafter.state_dict().items()})
+
+
+def hidden_of_block(stack: LayerStack, drafter: DFlash, text: Sequence[int], root: int) -> Tensor:
+    """The hidden states [drafted, H] of the rows that draft, after the committed `text`."""
+    session = TargetSession(stack, 0, len(text) + drafter.reading.block)
+    session.aux_layers = drafter.reading.taps
+    source = BlockPasses(drafter)
+    session.prefill(text)
+    source.begin(session)
+    session.commit(range(len(text)))
+    masks = [drafter.reading.mask_token] * (drafter.reading.block - 1)
+    source.run_pass(torch.tensor([root, *masks]))
+    return source.hidden
 
 
 def remade(head: Eagle3, *, in_inference_mode: bool) -> Eagle3:

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from outrider.base.streams import Streams
+from outrider.draft_models.dflash.model import DFlash
 from outrider.draft_models.draft_vocabulary import narrow
 from outrider.draft_models.eagle3.model import Eagle3
 from outrider.draft_models.early_exit.model import EarlyExit
@@ -18,6 +19,7 @@ from outrider.draft_models.small_lm.model import load_small_lm
 from outrider.draft_models.targets.narrowed import DraftVocabulary
 from outrider.draft_models.targets.open_target import load_tokenizer
 from outrider.inference.core.rounds import Round
+from outrider.inference.drafters.dflash.drafter import OneBlock
 from outrider.inference.drafters.draft_model import OnePass
 from outrider.inference.drafters.eagle3.drafter import Eagle3DraftModel
 from outrider.inference.drafters.early_exit.drafter import draft_model_of
@@ -29,7 +31,7 @@ from outrider.inference.drafters.small_lm.drafter import draft_model_of as draft
 from outrider.inference.settings.method import MethodConfig
 from outrider.inference.shapes.factory import Structure, make_structure
 from outrider.train.parts.drafter import export_model
-from tests.fitted_heads import fitted_head, fitted_mtp
+from tests.fitted_heads import fitted_block, fitted_head, fitted_mtp
 from tests.pard2_files import add_projection, random_projection
 from tests.tiny import LAYERS, VOCABULARY, make_drafter, open_stack, random_prompt, reference_generate, save_target
 
@@ -56,7 +58,10 @@ SOURCES = (
     "skip_layers",
     "eagle3",
     "mtp",
+    "dflash",
+    "dflash, markov",
 )
+BLOCKS = {"dflash": 0, "dflash, markov": 6}  # and the rank of the Markov head
 SELDOM_RIGHT = {"early_exit, first layer", *OTHER_LMS}
 PROMPT, COUNT = random_prompt(20), 40  # what heads are fitted to, and some drafters know the tokens of
 
@@ -68,7 +73,7 @@ class Target:
         self.folder, self.architecture, self.dtype = folder, architecture, dtype
         self.path = save_target(folder / "target", architecture, **{"kv_heads": 2, "peak": 6.0, **changes})
         self.model, self.stack = open_stack(self.path, dtype)
-        self.small = cache(self._small)
+        self.small, self.block = cache(self._small), cache(self._block)
         self.text = cache(lambda prompt, count: tuple(reference_generate(self.model, prompt, count)))
 
     def text_after(self, prompt: Sequence[int], count: int) -> list[int]:
@@ -91,6 +96,9 @@ class Target:
     def answers(self) -> list[tuple[list[int], list[int]]]:
         prompts = [PROMPT, *(random_prompt(length) for length in (9, 1, 23))]
         return [(prompt, self.text_after(prompt, COUNT)) for prompt in prompts]
+
+    def _block(self, kind: str) -> DFlash:
+        return fitted_block(self.stack, self.answers, rank=BLOCKS[kind])
 
     def exit(self, kind: str, noise: float = 0.15) -> EarlyExit:
         layer, depth, own_head = EXITS[kind]
@@ -132,6 +140,8 @@ class Target:
             return draft_model_of_lm(self.small(kind))
         if kind.startswith("small_lm"):
             return SmallLMDraftModel(self.small(kind))
+        if kind.startswith("dflash"):
+            return OneBlock(self.block(kind))
         if kind == "skip_layers":
             return SkipLayersDraftModel([LAYERS - 1])
         heads = {"eagle3": lambda: self.head, "mtp": lambda: self.mtp}

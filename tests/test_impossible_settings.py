@@ -111,7 +111,10 @@ REFUSED: dict[Callable[..., object], list[tuple[dict[str, Any], str]]] = {
     ],
     EvaluateConfig: [
         ({"doctor": True, "doctor_lengths": (100,)}, "doctor_lengths"),
-        ({"reading": ReadingChanges(final_norm=False)}, "reading.final_norm=False: .*without an EAGLE-3 head"),
+        (
+            {"reading": ReadingChanges(final_norm=False)},
+            "final_norm=False: .*with one draft head; this run has none",
+        ),
     ],
     ExportConfig: [
         ({"engine": "openvino", "dtype": "bfloat16"}, "dtype='bfloat16': .*, which engine=openvino has"),

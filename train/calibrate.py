@@ -52,7 +52,7 @@ from outrider.inference.loading.target_setup import end_tokens, open_target_of
 from outrider.inference.measure.replay import FirstLayersSession, RecordedSession, replay
 from outrider.inference.measure.time_limit import TimeLimit
 from outrider.inference.settings.kind import Kind
-from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, KINDS, kind_in
+from outrider.inference.settings.kinds import EARLY_EXIT, KINDS, kind_in
 from outrider.inference.settings.method import MethodConfig
 from outrider.train.core.driver import training_run
 from outrider.train.core.training import Batch, Metrics, Student
@@ -143,12 +143,12 @@ def kind_to_calibrate(config: CalibrateConfig) -> Kind:
             f"checkpoint={config.checkpoint}: {problem}; expected the directory of one of {expected}. Fetch one that "
             "is on the Hub: hf download NAME --local-dir FOLDER"
         )
-    if kind != EAGLE3 and config.reading.overrides:
-        raise UserError(f"{config.reading}: expected nothing where checkpoint={config.checkpoint} is no EAGLE-3 head")
+    if not kind.readings and config.reading.overrides:
+        raise UserError(f"{config.reading}: expected nothing where checkpoint={config.checkpoint} is no draft head")
     if kind == EARLY_EXIT and config.tokenizer is not None:
         raise UserError(f"tokenizer={config.tokenizer}: expected target=, whose layers an early exit drafts with")
-    if kind == EAGLE3 and config.answers == "recorded":
-        raise UserError("answers=recorded: expected target, as an EAGLE-3 head reads nearly all layers of the target")
+    if kind.readings and config.answers == "recorded":
+        raise UserError("answers=recorded: expected target, as a draft head reads nearly all layers of the target")
     if kind != EARLY_EXIT and config.target is None and config.tokenizer is None:
         drafter = f"the {kind.name} in checkpoint={config.checkpoint}"
         raise UserError(f"target=null: expected the model that {drafter} is for, or tokenizer= with answers=recorded")

@@ -25,6 +25,8 @@ from outrider.base.files import require_writable, write_atomically
 from outrider.base.processes import from_main, join_processes, only_run_of
 from outrider.base.settings import require_default
 from outrider.draft_models.card import CARD_FILE, LLAMA_CPP_DRAFT, PLAIN_ENGINES, describe_serving, write_card
+from outrider.draft_models.dflash.checkpoint import describe_use as describe_block
+from outrider.draft_models.dflash.checkpoint import open_drafter, save_drafter, vllm_method
 from outrider.draft_models.draft_vocabulary import read_draft_vocabulary
 from outrider.draft_models.eagle3.checkpoint import describe_use, open_head, save_head, write_gguf_head
 from outrider.draft_models.early_exit.checkpoint import WHAT as WHAT_AN_EXIT_IS
@@ -42,7 +44,7 @@ from outrider.inference.loading.target_setup import no_drafter_in, open_target_o
 from outrider.inference.serving.engine_worker import ir_command
 from outrider.inference.serving.proposer import serving_page
 from outrider.inference.settings.engine import python_in
-from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, NGRAMS, SMALL_LM, kind_in
+from outrider.inference.settings.kinds import DFLASH, EAGLE3, EARLY_EXIT, NGRAMS, SMALL_LM, kind_in
 from outrider.train.parts.drafter import export_model
 from outrider.train.settings.export import QUANTISED, Engine, ExportConfig
 
@@ -68,7 +70,9 @@ def _export(config: ExportConfig, out_dir: Path) -> None:
     kind = kind_in(config.checkpoint)
     if kind is None and folder.is_dir():
         raise UserError(f"checkpoint={folder}: {no_drafter_in(folder)}")
-    name = EAGLE3.name if kind is None else kind.name  # None: a name on the Hub
+    if kind is None:  # a name on the Hub
+        kind = next((head for head in (DFLASH, EAGLE3) if head.load_plugin().is_in(config.checkpoint)), EAGLE3)
+    name = kind.name
     if not config.resume and any((out_dir / file).exists() for file in (CARD_FILE, CONFIG_FILE, GGUF_FILE)):
         raise UserError(f"out_dir={out_dir}: holds a model already; resume=true replaces it")
     if name not in _EXPORTS:
@@ -222,11 +226,26 @@ def _export_head(config: ExportConfig, out_dir: Path) -> str:
     return f"kind=eagle3 dialect={dialect} dtype={dtype}"
 
 
+def _export_block(config: ExportConfig, out_dir: Path) -> str:
+    if config.target is None:
+        raise UserError("target=None: expected the model that the block drafter was trained for")
+    target = read_config(config.target, config.revision)
+    stored = open_drafter(config.checkpoint, target, config.reading)
+    drafter, reading = stored.load(getattr(torch, config.dtype) if config.dtype else None), stored.reading
+    made_here = stored.made_here and not config.reading.overrides
+    save_drafter(out_dir, drafter, target, made_here=made_here)
+    facts = {"drafter": config.checkpoint, "written by": stored.dialect, "taps": list(reading.taps)}
+    facts["tokens"] = f"{reading.draft_vocabulary} of {reading.vocabulary}, {reading.drafted} in a pass"
+    write_card(out_dir, describe_block(reading), config.target, facts)
+    return f"kind={DFLASH.name} method={vllm_method(reading)} dtype={str(drafter.dtype).removeprefix('torch.')}"
+
+
 _OF_LM: tuple[Engine, ...] = ("transformers", "vllm", "sglang", "llama_cpp", "openvino")
 # By kind: the function that writes a drafter, the options that only some kinds read, and the engines that load it.
 _EXPORTS: dict[str, tuple[Callable[[ExportConfig, Path], str], tuple[str, ...], Sequence[Engine]]] = {
     EARLY_EXIT.name: (_export_early_exit, ("dtype",), _OF_LM),
     EAGLE3.name: (_export_head, ("dtype", "reading"), [*_DIALECTS]),
+    DFLASH.name: (_export_block, ("dtype", "reading"), ("vllm",)),
     NGRAMS.name: (_export_table, (), ("vllm",)),
     SMALL_LM.name: (_export_small_lm, ("dtype",), _OF_LM),
 }

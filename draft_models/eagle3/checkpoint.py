@@ -45,7 +45,7 @@ from outrider.draft_models.heads.files import (
 )
 from outrider.draft_models.heads.sizes import apply_changes, require_fitting_target
 from outrider.draft_models.targets.model_files import empty_model
-from outrider.draft_models.targets.settings import Dialect, ExportDialect, ReadingChanges, WrittenDialect
+from outrider.draft_models.targets.settings import EAGLE3, Dialect, ExportDialect, ReadingChanges, WrittenDialect
 from outrider.draft_models.targets.stack import LayerStack
 
 AS_DECLARED = ReadingChanges()
@@ -215,10 +215,10 @@ def describe_use(dialect: ExportDialect) -> str:
     """Instructions for a head in `dialect`, here and in servers that read it, with {path} and {target} to fill in."""
     what = "An EAGLE-3 head: it drafts from hidden states of the target, and belongs to that target alone."
     if dialect == "gguf":
-        return f"{what}\n\n{describe_serving(4, 'llama_cpp', head=True)}"
+        return f"{what}\n\n{describe_serving(4, 'llama_cpp', head=EAGLE3)}"
     refusal = "SGLang: not in this dialect; `outrider export engine=sglang` writes another."
-    sglang = describe_serving(4, "sglang", head=True) if dialect == "specforge" else refusal
-    return "\n\n".join([what, _OUTRIDER_USAGE, describe_serving(4, "vllm", head=True), sglang])
+    sglang = describe_serving(4, "sglang", head=EAGLE3) if dialect == "specforge" else refusal
+    return "\n\n".join([what, _OUTRIDER_USAGE, describe_serving(4, "vllm", head=EAGLE3), sglang])
 
 
 _OUTRIDER_USAGE = """Outrider:

@@ -66,17 +66,17 @@ Tokenizer = Annotated[
 ]  # \n: a protobuf
 _OF_TARGET = "the directory or Hub name of the target's tokenizer, or its GGUF file"
 TargetTokenizer = Annotated[str, InputPath(_OF_TARGET, hub=True, holds=("*.json", "*.gguf"), begins=GGUF)]
-Head = Annotated[str, InputPath("a directory or Hub name of an EAGLE-3 head", hub=True, holds=("config.json",))]
+Head = Annotated[str, InputPath("a directory or Hub name of a draft head", hub=True, holds=("config.json",))]
 DrafterFolder = Annotated[str, InputPath("the directory of a drafter", holds=("*.json", "*.safetensors"))]
 _TABLE = "the directory of an n-gram table (outrider build-trigrams)"
 TableFolder = Annotated[str, InputPath(_TABLE, holds=("table.safetensors",))]
-_ANY = "the directory of a drafter, or the Hub name of an EAGLE-3 head"
+_ANY = "the directory of a drafter, or the Hub name of a draft head"
 AnyDrafter = Annotated[str, InputPath(_ANY, hub=True, holds=("*.json", "*.safetensors", "*.gguf"), begins=GGUF)]
 _PYTHON = "the directory of an environment with the engine, or its Python"
 EnginePython = Annotated[str, InputPath(_PYTHON, holds=("bin/python",), begins=(b"",))]
 # of what `save_tiny_models` writes, and of kinds of drafters and their options
 TARGET, SMALL_LM, EARLY_EXIT, EAGLE3, TABLE = "target", "small_lm", "early_exit", "eagle3", "table"
-MTP = "mtp"
+MTP, DFLASH = "mtp", "dflash"
 _WITH_MTP = "target, if it has an MTP head, or a model directory, GGUF file or Hub name with one"
 MtpSource = Annotated[str, InputPath(_WITH_MTP, hub=True, besides=(TARGET,), holds=MODEL_FILES, begins=GGUF)]
 HEAD_FOLDER = "calibration"  # folder of a calibration head in a drafter's directory that other engines read too
@@ -126,7 +126,8 @@ class TargetOrTokenizer(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class ReadingChanges(Settings):
-    """Corrections of how an EAGLE-3 or MTP head is read; null: as its files say."""
+    """Corrections of how a draft head is read: EAGLE-3, MTP, DFlash, DSpark; null: as its files say. An option that a
+    kind of head does not have is refused."""
 
     taps: tuple[Annotated[int, Ge(0)], ...] | None = None
     """boundaries of the target's layers, e.g. [2,16,29]: 0 is the embedding, i the output of layer i − 1"""
@@ -146,6 +147,10 @@ class ReadingChanges(Settings):
     hidden_first: bool | None = opt(None, "MTP: fc reads [hidden state; embedding]; false: [embedding; hidden state]")
     target_norm: bool | None = opt(None, "MTP: the target's final norm is applied to its hidden state")
     norm_offset: bool | None = opt(None, "MTP: norms multiply by 1 + their weight")
+    causal: bool | None = opt(None, "DFlash, DSpark: rows of a block see no later rows of it")
+    sample_from_anchor: bool | None = None
+    """DFlash, DSpark: rows predict the token after their position, so that the first row drafts too"""
+    neox: bool | None = opt(None, "DFlash, DSpark: dimension i rotates with i + D/2; false: with its neighbour")
 
     @property
     def overrides(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
@@ -15,6 +16,9 @@ from outrider.base.errors import UserError, reason
 from outrider.base.files import write_json
 from outrider.draft_models.calibration import drafter_digest, save_calibration
 from outrider.draft_models.calibration_head import CalibrationHead
+from outrider.draft_models.dflash.checkpoint import drafter_shapes, save_drafter
+from outrider.draft_models.dflash.model import DFlash
+from outrider.draft_models.dflash.reading import BlockReading
 from outrider.draft_models.eagle3.checkpoint import head_shapes, save_head
 from outrider.draft_models.eagle3.model import Eagle3
 from outrider.draft_models.eagle3.reading import Reading
@@ -23,13 +27,23 @@ from outrider.draft_models.early_exit.model import EarlyExit, exit_layers
 from outrider.draft_models.formats.save_model import save_parts
 from outrider.draft_models.formats.stored_tensors import CONFIG_FILE, SAFETENSORS
 from outrider.draft_models.heads.files import DRAFT_TOKENS
+from outrider.draft_models.heads.sizes import Shapes
 from outrider.draft_models.mtp.model import MtpHead
 from outrider.draft_models.mtp.reading import read_shapes
 from outrider.draft_models.mtp.spellings import qwen_name
 from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.draft_models.targets.fingerprint import model_identity
 from outrider.draft_models.targets.open_target import open_target
-from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, HEAD_FOLDER, MTP, SMALL_LM, TABLE, TARGET
+from outrider.draft_models.targets.settings import (
+    DFLASH,
+    EAGLE3,
+    EARLY_EXIT,
+    HEAD_FOLDER,
+    MTP,
+    SMALL_LM,
+    TABLE,
+    TARGET,
+)
 from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.draft_models.targets.vocabulary import vocabulary_digest
 
@@ -52,8 +66,8 @@ def save_tiny_models(folder: Path, base: PreTrainedConfig | None = None) -> str:
     None, it is a Llama's.
 
     `TARGET` and `SMALL_LM` are ordinary Hugging Face directories with the same tokenizer. `EARLY_EXIT` holds an early
-    exit, `EAGLE3` an EAGLE-3 head, `MTP` an MTP head if the target has a rope, `TABLE` an n-gram table. The small LM,
-    the early exit and the EAGLE-3 head have calibration heads.
+    exit, `EAGLE3` an EAGLE-3 head, `MTP` an MTP head if the target has a rope, `DFLASH` a DSpark drafter, `TABLE` an
+    n-gram table. The small LM, the early exit and the EAGLE-3 head have calibration heads.
     """
     transformers_logging.disable_progress_bar()
     if base is not None:
@@ -92,6 +106,7 @@ def _save_tiny_models(folder: Path, config: PreTrainedConfig) -> str:
     facts = {"target": model_identity(target.files)}
     save_calibration(folder / EARLY_EXIT, head, read_meta(folder / EARLY_EXIT).weights_sha256, facts)
     save_head(folder / EAGLE3, tiny_head(config), "specforge", config, TARGET)
+    save_drafter(folder / DFLASH, tiny_block_drafter(config), config)
     for name in (SMALL_LM, EAGLE3):
         (folder / name / HEAD_FOLDER).mkdir()
         digest = drafter_digest(open_tensors(str(folder / name)))
@@ -125,22 +140,35 @@ def tiny_head(target: PreTrainedConfig) -> Eagle3:
         head_dim=width // 4, epsilon=1e-5, activation="silu", vocabulary=target.vocab_size, draft_vocabulary=256,
         rope={"rope_type": "default", "rope_theta": 10000.0}, max_positions=256, windows=(None,),
     )  # fmt: skip
-    generator = torch.Generator().manual_seed(2)
-    weights = {
-        name: torch.randn(shape, generator=generator) * 0.1 if len(shape) == 2 else torch.ones(shape)
-        for name, shape in head_shapes(reading).items()
-    }
-    return Eagle3.of(reading, {**weights, DRAFT_TOKENS: torch.arange(256)})
+    return Eagle3.of(reading, {**random_weights(head_shapes(reading)), DRAFT_TOKENS: torch.arange(256)})
+
+
+def tiny_block_drafter(target: PreTrainedConfig) -> DFlash:
+    """A random DSpark drafter of one layer and four tokens that shares the target's embedding and head."""
+    width = target.hidden_size
+    reading = BlockReading(
+        taps=(1, 2, 3), target_hidden=width, hidden=width, intermediate=96, layers=1, heads=4, key_heads=2,
+        head_dim=width // 4, epsilon=1e-5, activation="silu", vocabulary=target.vocab_size,
+        draft_vocabulary=target.vocab_size, rope={"rope_type": "default", "rope_theta": 10000.0}, max_positions=256,
+        windows=(None,), head_norms=True, own_head=False, block=4, mask_token=target.vocab_size - 1,
+        sample_from_anchor=True, causal=(False,), markov_rank=8, confidence="markov",
+    )  # fmt: skip
+    return DFlash.of(reading, random_weights(drafter_shapes(reading)))
+
+
+def random_weights(shapes: Shapes) -> dict[str, Tensor]:
+    """Small random matrices, norms of one and biases of zero, always the same."""
+    generator, weights = torch.Generator().manual_seed(2), dict[str, Tensor]()
+    for name, shape in shapes.items():
+        constant = torch.full(shape, float("norm" in name))
+        weights[name] = torch.randn(shape, generator=generator) * 0.1 if len(shape) == 2 else constant
+    return weights
 
 
 def save_tiny_mtp(path: Path, target: PreTrainedConfig) -> None:
     """Write a random MTP head of `target`, as Qwen3-Next's targets have it. Raises `UserError` for one without rope."""
     shapes = head_shapes(read_shapes({"fc.weight": (target.hidden_size,)}, target, "qwen"), MtpHead)
-    generator = torch.Generator().manual_seed(3)
-    weights = {
-        qwen_name(name): torch.randn(shape, generator=generator) * 0.1 if len(shape) == 2 else torch.ones(shape)
-        for name, shape in shapes.items()
-    }
+    weights = {qwen_name(name): weight for name, weight in random_weights(shapes).items()}
     path.mkdir()
     save_file(weights, path / SAFETENSORS.single)
     write_json(path / CONFIG_FILE, {"architectures": ["MTP"]})

@@ -1,12 +1,12 @@
 """The drafters that the doctor examines: how each checkpoint may be read, its drafts along a text, and recorded facts.
 
-Each variant of an EAGLE-3 head's reading changes one thing of the declared reading, for a known mistake.
+Each variant of a draft head's reading changes one thing of the declared reading, for a known mistake.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -14,13 +14,25 @@ from torch import Tensor
 
 from outrider.base.errors import UserError
 from outrider.base.settings import construct
+from outrider.draft_models.dflash.blocks import run_blocks
+from outrider.draft_models.dflash.checkpoint import TRAINING_FILE as BLOCK_TRAINING_FILE
+from outrider.draft_models.dflash.checkpoint import make_drafter, open_drafter
+from outrider.draft_models.dflash.model import DFlash
+from outrider.draft_models.dflash.reading import BlockReading, change_reading
 from outrider.draft_models.eagle3.checkpoint import TRAINING_FILE as HEAD_TRAINING_FILE
 from outrider.draft_models.eagle3.checkpoint import StoredHead, open_head
 from outrider.draft_models.eagle3.model import Eagle3, Steps
 from outrider.draft_models.eagle3.reading import Reading
 from outrider.draft_models.early_exit.model import EarlyExit
-from outrider.draft_models.heads.files import D2T
-from outrider.draft_models.heads.sizes import apply_changes, default_aux_layers, require_fitting_target, rope_base
+from outrider.draft_models.heads.files import D2T, HeadFiles
+from outrider.draft_models.heads.sizes import (
+    HeadSizes,
+    Sizes,
+    apply_changes,
+    default_aux_layers,
+    require_fitting_target,
+    rope_base,
+)
 from outrider.draft_models.mtp.checkpoint import open_mtp
 from outrider.draft_models.small_lm.model import TRAINING_FILE as LM_TRAINING_FILE
 from outrider.draft_models.small_lm.model import SmallLM, last_id
@@ -41,9 +53,11 @@ from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.doctor.scores import Fact, Recording, read_states
 from outrider.inference.drafters.model_plugin import without_calibration
 from outrider.inference.drafters.plugin import read_record
-from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, MTP, SMALL_LM
+from outrider.inference.settings.kinds import DFLASH, EAGLE3, EARLY_EXIT, MTP, SMALL_LM
 
 DECLARED = "as declared"
+Head = TypeVar("Head")
+BLOCK_STEPS = 4  # tokens of a block's draft that are judged
 STEPS = 2  # draft steps of a head: the first reads true features, the second also one of the head's own outputs
 _FAULTS = {  # by the changed field of `Reading`: what is wrong with the head, where the option does not say it
     "taps": "its config.json counts the target's layers in another way",
@@ -105,6 +119,19 @@ def draft_by_head(head: Eagle3, recording: Recording, *, still: bool = False) ->
         hidden = head.run(embedding, hidden, masks, head.rotary(index[None] + moved), cache)
         states.append(hidden[0, start - 2 - step : count - 1 - step])
     return head.logits(torch.stack(states))
+
+
+@torch.inference_mode()
+def draft_by_block(drafter: DFlash, recording: Recording) -> Tensor:
+    """Logits [steps, positions, V] of a block drafter: the tokens of its draft at a depth of up to `BLOCK_STEPS`."""
+    tokens, start, steps = recording.tokens, recording.start, min(BLOCK_STEPS, drafter.reading.block - 1)
+    aux = torch.cat([recording.aux_hidden[boundary] for boundary in drafter.reading.taps], dim=-1)
+    anchors = torch.arange(start - steps, len(tokens) - 1, device=tokens.device)  # [A], first rows of blocks
+    hidden = run_blocks(drafter, aux.to(drafter.dtype), anchors, tokens[anchors])
+    rows = hidden[:, 0 if drafter.reading.sample_from_anchor else 1 :]
+    count, depths = len(tokens) - start, range(steps)
+    logits = torch.stack([drafter.draft_logits(rows[steps - 1 - step :][:count, step]) for step in depths])
+    return drafter.spread(drafter.bias(logits, tokens[start - 1 : -1].expand(steps, -1)))
 
 
 def compare_training_target(record: Mapping[str, object], target: OpenTarget) -> Fact:
@@ -211,27 +238,62 @@ def examine_head(
         head.use_target(layered)
         return head
 
-    declared, taps, seen = make(stored_head.reading), stored_head.reading.taps, [stored_head.reading]
-    variants = [Variant(DECLARED, partial(draft_by_head, declared), taps)]
-    for change in _neighbours(stored_head.reading, target):
+    apply: Callable[[Reading, ReadingChanges], Reading] = partial(apply_changes, target=target.config)
+    variants = list(_try_readings(stored_head.reading, apply, make, draft_by_head, target))
+    still = partial(draft_by_head, make(stored_head.reading), still=True)
+    variants.append(Variant("drafted positions stand still", still, stored_head.reading.taps, meaning=_STILL))
+    facts = _head_facts(stored_head, stored_head.dialect, stored_head.reading, HEAD_TRAINING_FILE, tensors, target)
+    return Examinee(variants, list(facts))
+
+
+def examine_block(_: object, where: str, target: OpenTarget, stack: Target, changes: ReadingChanges) -> Examinee:
+    """The same of a block drafter, DFlash or DSpark."""
+    stored, layered = open_drafter(where, target.config, changes), require_layers(stack)
+    tensors = stored.tensors(stack.dtype, stack.device)
+
+    def make(reading: BlockReading) -> DFlash:
+        require_fitting_target(reading, target.config, stored.where)
+        drafter = make_drafter(reading, tensors, stored.where)
+        drafter.use_target(layered)
+        return drafter
+
+    apply: Callable[[BlockReading, ReadingChanges], BlockReading] = partial(change_reading, target=target.config)
+    variants = list(_try_readings(stored.reading, apply, make, draft_by_block, target))
+    facts = [*_head_facts(stored, stored.dialect, stored.reading, BLOCK_TRAINING_FILE, tensors, target)]
+    if stored.config.get("enable_confidence_head") and stored.reading.confidence == "none":
+        facts.append(Fact("confidence head", "declared, but its tensors are not in the file", True))
+    return Examinee(variants, facts)
+
+
+def _try_readings(
+    declared: Sizes,
+    apply: Callable[[Sizes, ReadingChanges], Sizes],
+    make: Callable[[Sizes], Head],
+    draft: Callable[[Head, Recording], Tensor],
+    target: OpenTarget,
+) -> Iterator[Variant]:
+    """A variant for the declared reading, and for each reading near it that the stored tensors fit."""
+    yield Variant(DECLARED, partial(draft, make(declared)), declared.taps)
+    seen = [declared]
+    for change in _neighbours(declared, target):
         try:
-            reading = apply_changes(stored_head.reading, change, target.config)
+            reading = apply(declared, change)
             if reading in seen:
                 continue
-            draft = partial(draft_by_head, make(reading))
+            head = make(reading)
         except UserError:  # the stored tensors do not fit such a head
             continue
         seen.append(reading)
         option, meaning = str(change), _FAULTS.get(next(iter(change.overrides)), _UNLIKE)
-        variants.append(Variant(option, draft, reading.taps, option, meaning))
-    still = partial(draft_by_head, declared, still=True)
-    variants.append(Variant("drafted positions stand still", still, taps, meaning=_STILL))
-    return Examinee(variants, list(_head_facts(stored_head, tensors, target)))
+        yield Variant(option, partial(draft, head), reading.taps, option, meaning)
 
 
-def _head_facts(stored: StoredHead, tensors: Mapping[str, Tensor], target: OpenTarget) -> Iterator[Fact]:
-    reading, record = stored.reading, read_record(stored.source, HEAD_TRAINING_FILE)
-    yield Fact("written", f"{'here' if stored.made_here else 'elsewhere'}, in the dialect of {stored.dialect}")
+def _head_facts(
+    stored: HeadFiles, dialect: str, reading: HeadSizes, record_file: str, tensors: Mapping[str, Tensor],
+    target: OpenTarget,
+) -> Iterator[Fact]:  # fmt: skip
+    record = read_record(stored.source, record_file)
+    yield Fact("written", f"{'here' if stored.made_here else 'elsewhere'}, in the dialect of {dialect}")
     match stored.config.get("speculators_config"):
         case _ if record:
             yield compare_training_target(record, target)
@@ -245,7 +307,7 @@ def _head_facts(stored: StoredHead, tensors: Mapping[str, Tensor], target: OpenT
         yield Fact("positions", f"max_position_embeddings={limit}, the target's {context}: servers stop there", True)
 
 
-def _neighbours(reading: Reading, target: OpenTarget) -> Iterator[ReadingChanges]:
+def _neighbours(reading: HeadSizes, target: OpenTarget) -> Iterator[ReadingChanges]:
     """The changes to try, one at a time; some may be impossible, or equal to the declared reading."""
     moved = (tuple(tap + step for tap in reading.taps) for step in (1, -1))
     usual = default_aux_layers(target.config.num_hidden_layers)
@@ -257,6 +319,7 @@ def _neighbours(reading: Reading, target: OpenTarget) -> Iterator[ReadingChanges
         declared = getattr(reading, field.name, None)
         if isinstance(declared, bool):
             yield construct(ReadingChanges, {field.name: not declared})
+    yield from (ReadingChanges(causal=causal) for causal in (True, False))
     yield ReadingChanges(draft_ids="index" if reading.draft_ids == "offset" else "offset")
 
 
@@ -266,4 +329,5 @@ EXAMINERS: dict[str, Callable[..., Examinee]] = {
     SMALL_LM.name: examine_lm,
     EAGLE3.name: examine_head,
     MTP.name: partial(examine_head, open_stored=open_mtp),
+    DFLASH.name: examine_block,
 }

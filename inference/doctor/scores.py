@@ -19,7 +19,8 @@ from outrider.inference.core.decode import autoregressive
 from outrider.inference.core.target_session import Runtime
 from outrider.inference.core.tree import chain_parents
 
-FIRST = 3  # the first position of a text that a head can draft as its second token
+FIRST = 5  # the first position of a text that a block drafter can draft as its fourth token
+TITLES = ("1st token", "2nd token", "3rd token", "4th token")
 BLOCK = 8  # neighbouring positions that form one observation, as they are correlated
 FEWEST = 16  # observations that a verdict needs
 CHANCE = 1e-3  # significance level: with a larger p-value no reading is called better
@@ -183,7 +184,7 @@ def describe_findings(kind: str, findings: Findings) -> Iterator[str]:
         return
     rows = [findings.ways[0], *sorted(findings.ways[1:], key=lambda row: -row.agreement)]
     width = max(len(row.name) for row in rows)
-    titles = "".join(f"{title:>11}" for title in ("1st token", "2nd token")[: len(rows[0].agree)])
+    titles = "".join(f"{title:>11}" for title in TITLES[: len(rows[0].agree)])
     yield f"  {'read':<{width}}{titles}{'chance':>9}"
     for row in rows:
         shares = "".join(f"{agreement:>11.1%}" for agreement in row.agree)

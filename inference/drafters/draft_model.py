@@ -49,6 +49,11 @@ class OnePass:
     def target_hidden(self) -> Tensor:
         return self.model.target_hidden
 
+    @property
+    def pass_rows(self) -> int:
+        """The rows of a pass, the root included."""
+        return self.pass_tokens
+
     def begin(self, session: Session) -> None:
         self._session = session
         self.model.begin(session)
@@ -56,7 +61,7 @@ class OnePass:
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
         if parents[0] == ROOT:
             free = self._session.context - self._session.base  # positions that the text may still reach
-            masks = tokens.new_full((max(0, min(self.pass_tokens, free) - 1),), self.mask)  # [n − 1]
+            masks = tokens.new_full((max(0, min(self.pass_rows, free) - 1),), self.mask)  # [n − 1]
             self._logits = self.model.run_pass(torch.cat([tokens, masks]))  # [n, K] by depth
             self._hidden = self.model.hidden  # [n, d] by depth
             self._depths: list[int] = []  # of the round's rows

@@ -9,7 +9,7 @@ from typing import ClassVar, Generic, Unpack, cast
 
 from outrider.base.streams import Streams
 from outrider.draft_models.calibration import META_FILE, drafter_digest, load_calibration
-from outrider.draft_models.calibration_head import CalibrationHead
+from outrider.draft_models.calibration_head import AcceptanceHead
 from outrider.draft_models.targets.fingerprint import model_identity
 from outrider.draft_models.targets.open_target import OpenTarget
 from outrider.draft_models.targets.tensor_files import open_tensors
@@ -28,7 +28,7 @@ class Calibrated(Generic[Model]):
     """A drafter of any kind with hidden states, and its calibration head, which some stop rules ask."""
 
     drafter: Model
-    head: CalibrationHead | None = None  # None: no method uses one
+    head: AcceptanceHead | None = None  # None: no method uses one
 
 
 def without_calibration(model: Model | Calibrated[Model]) -> Model:
@@ -91,11 +91,15 @@ class TrainedDrafterPlugin(ModelDrafterPlugin[Model]):
     def load(
         self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **options: Unpack[ModelOptions]
     ) -> Model:
-        if not any(method.source == self.kind.name and method.stop.needs_head for method in methods.values()):
+        if not self.asks_head(methods):
             return self.load_drafter(where, target, **options)
         identity, folder = target.identity if target.is_seen else None, self.kind.calibration or ""
         head = load_calibration(where, self.digest(where), options["device"], identity, folder=folder)
         return cast("Model", Calibrated(self.load_drafter(where, target, **options), head))  # weights last
+
+    def asks_head(self, methods: Mapping[str, MethodConfig]) -> bool:
+        """Whether a stop rule of a method with this kind asks for a calibration head."""
+        return any(method.source == self.kind.name and method.stop.needs_head for method in methods.values())
 
     def identity(self, where: str | None) -> dict[str, object]:
         weights = None if where is None else model_identity(open_tensors(where))

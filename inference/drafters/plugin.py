@@ -133,6 +133,10 @@ class DrafterPlugin(ABC, Generic[Model]):
         """
         raise TypeError(f"{type(self).__name__}: a kind that a calibration head belongs to needs a `digest` of its own")
 
+    def vllm_method(self, where: str, target: OpenTarget) -> str | None:
+        """vLLM's method for the model in `where`; None: that of its kind (see `Kind.vllm_method`)."""
+        return None
+
     def export(self, where: str, target: OpenTarget, dtype: torch.dtype, folder: Path) -> None:
         """Write the model in `where` to `folder` as serving engines load it; called if it is a model of theirs.
 

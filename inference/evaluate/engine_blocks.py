@@ -206,7 +206,9 @@ def _open_engine(
         kind, model = KINDS[method.source], _export_drafter(config, setup, method, folder)
         if model == PROPOSER:
             variables |= environment(Path(str(config.where(kind))).resolve())
-        draft = {"method": kind.vllm_method, "tokens": draft_length(method), "model": model}
+        where, plugin = config.where(kind), config.plugin(kind)
+        name_in_vllm = (where and plugin.vllm_method(where, setup.target)) or kind.vllm_method
+        draft = {"method": name_in_vllm, "tokens": draft_length(method), "model": model}
         draft["max_ngram"] = method.max_ngram
     target, revision = _weights_for_engines(setup, folder)
     job = {

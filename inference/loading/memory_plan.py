@@ -104,8 +104,9 @@ def drafter_memory(
         return []
     if isinstance(model, PreTrainedModel):
         caches = cache_bytes(model.config, storage) + pass_bytes(target, storage)
-    else:  # a layer like the target's, with its hidden states; and sessions of the target
-        caches = cache_bytes(target, storage, layers=1) + 4 * pass_bytes(target, storage)
+    else:  # layers like the target's, with its hidden states; and sessions of the target
+        layers = getattr(model, "layers", (model,))
+        caches = cache_bytes(target, storage, len(layers)) + 4 * pass_bytes(target, storage)
         caches += cache_bytes(target, storage) if plugin.own_sessions else 0
     return [Memory(f"{kind.name}'s weights", weight_bytes(model, storage)), Memory(f"{kind.name}'s caches", caches)]
 

@@ -28,7 +28,15 @@ from outrider.data_prep.text.records import Counts
 from outrider.data_prep.text.settings import DataConfig, SourceConfig
 from outrider.data_prep.text.sources import read_records
 from outrider.draft_models.targets.encoder import open_encoder
-from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TARGET, TargetOrTokenizer, TinyModel
+from outrider.draft_models.targets.settings import (
+    DFLASH,
+    EAGLE3,
+    EARLY_EXIT,
+    SMALL_LM,
+    TARGET,
+    TargetOrTokenizer,
+    TinyModel,
+)
 from outrider.draft_models.targets.vocabulary import KWARGS, bind_arguments
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS, kind_in
@@ -41,7 +49,7 @@ Run = TypeVar("Run", bound=RunConfig)
 Source = TypeVar("Source", bound=SourceConfig)
 _LIBRARY = SourceConfig(layout="code", max_records=10)  # files of Python's library, which replace a source
 _PIPELINE_RECORDS = 40  # the most records of a source that the pipeline wrote
-DRAFTERS = ("checkpoint", SMALL_LM, EAGLE3)  # whose training records may name the prompts' template
+DRAFTERS = ("checkpoint", SMALL_LM, EAGLE3, DFLASH)  # whose training records may name the prompts' template
 
 
 def rehearse(run: Callable[[Run], object], config: Run, typed_keys: Collection[str] = ()) -> None:

@@ -139,8 +139,8 @@ def config_with_drafter(config: EvaluateConfig, setup: TargetSetup, checkpoint: 
     [(name, method)] = config.methods.items()
     methods = {name: method} if method.source == kind.name else {kind.preset: preset(kind.preset)}
     config = replace(
-        config, checkpoint=checkpoint, target=setup.target.source, small_lm=None, eagle3=None, table=None, drafters={},
-        methods=methods,
+        config, checkpoint=checkpoint, target=setup.target.source, small_lm=None, eagle3=None, dflash=None, table=None,
+        drafters={}, methods=methods,
     )  # fmt: skip
     trained = replace(setup, trained=_templates_of_training(config, setup.target)).chat_template
     same = trained == setup.chat_template or {trained, setup.chat_template} == {"auto", "tokenizer"}
@@ -156,7 +156,7 @@ def no_drafter_in(folder: Path) -> str:
             files.setdefault(kind.file, []).append(kind.name)
     expected = ", ".join(f"{file} ({' or '.join(names)})" for file, names in files.items())
     if not folder.is_dir():
-        return f"no such directory; expected one with {expected}; a Hub name goes to small_lm= or eagle3="
+        return f"no such directory; expected one with {expected}; a Hub name goes to small_lm=, eagle3= or dflash="
     contents = list_words(sorted(file.name for file in folder.iterdir())) or "nothing"
     return f"found {contents}: expected a directory with {expected}"
 

@@ -40,7 +40,7 @@ from outrider.draft_models.targets.settings import (
     Tokenizer,
 )
 from outrider.inference.settings.kind import Kind
-from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, KINDS, MTP, READ_BY_CHOICE, kind_in
+from outrider.inference.settings.kinds import DFLASH, EAGLE3, EARLY_EXIT, KINDS, MTP, READABLE, kind_in
 from outrider.inference.settings.method import MethodConfig
 from outrider.inference.settings.sampling import SamplingConfig
 
@@ -110,7 +110,7 @@ class DecodingConfig(Drafting, Settings):
     methods: dict[str, MethodConfig] = field(default_factory=dict)
     """the ways of decoding, by name; method=[…] chooses presets"""
     checkpoint: DrafterFolder | None = opt(None, debug=TinyModel(EARLY_EXIT.name, any_kind=True))
-    """directory of a drafter of any kind: early exit, small LM, EAGLE-3 head or n-gram table"""
+    """directory of a drafter of any kind: early exit, small LM, EAGLE-3 head, block drafter or n-gram table"""
     small_lm: Model | None = opt(None, debug=TinyModel(SMALL_LM))
     """causal LM, as `target`, for methods with source=small_lm"""
     eagle3: Head | None = opt(None, debug=TinyModel(EAGLE3.name))
@@ -118,6 +118,8 @@ class DecodingConfig(Drafting, Settings):
     mtp: MtpSource | None = opt(None, debug=TinyModel(MTP.name))
     """MTP head, for methods with source=mtp: target, if the target has one, or a model's directory, GGUF file or Hub
     name with one"""
+    dflash: Head | None = opt(None, debug=TinyModel(DFLASH.name))
+    """DFlash or DSpark drafter, a directory or Hub name, for methods with source=dflash"""
     target: Model | None = opt(None, debug=TinyModel(TARGET))
     """model directory, GGUF file or Hub name; null: the one `checkpoint` was trained for"""
     revision: str | None = free(None, "of the target on the Hub: branch, tag or commit", debug=None)
@@ -199,10 +201,10 @@ class EvaluateConfig(Rehearsed, RunConfig, DecodingConfig):
     plan: bool = free(False, "only say what every device would hold; needs no weights")
     threads: Count | None = opt(None, "of the CPU; null: torch's choice")
     reading: ReadingChanges = opt(factory=ReadingChanges, debug=DEFAULT)
-    """how the EAGLE-3 or MTP head is read where its files are misleading"""
+    """how the draft head is read where its files are misleading"""
     doctor: bool | None = None
     """examine the drafters before they are measured: how often they agree with the target, and whether another reading
-    would agree more; null: only EAGLE-3 and MTP heads of other trainers, and quickly"""
+    would agree more; null: only draft heads of other trainers, and quickly"""
     doctor_lengths: Annotated[tuple[Annotated[int, Ge(256)], ...], only(doctor=True)] = opt((), debug=())
     """lengths in tokens of texts, joined from the prompts, on which agreement is measured too"""
     show_prompts: Annotated[int, Ge(0)] = free(4)
@@ -216,8 +218,9 @@ class EvaluateConfig(Rehearsed, RunConfig, DecodingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not any(map(self.where, READ_BY_CHOICE)):
-            require_default(self, "reading", "a run without an EAGLE-3 or MTP head does not read it")
+        heads = [kind.name for kind in READABLE if self.where(kind) is not None]
+        if len(heads) != 1:
+            require_default(self, "reading", f"expected with one draft head; this run has {', '.join(heads) or 'none'}")
 
     def plugin(self, kind: Kind) -> "AnyPlugin":
         return kind.load_plugin().read_with(self.reading)

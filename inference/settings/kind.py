@@ -27,6 +27,7 @@ class Kind:
     vllm_method: the method of vLLM that drafts with it; None: only this runtime does.
     layers: it drafts with layers of the target, which must run layer by layer.
     in_target: its model may be part of the target; the path is then the word "target".
+    readings: its files may be read in several ways, which options of `reading` choose.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Kind:
     vllm_method: str | None = None
     layers: bool = False
     in_target: bool = False
+    readings: bool = False
 
     @property
     def has_stop(self) -> bool:

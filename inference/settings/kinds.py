@@ -25,17 +25,18 @@ for _folder in (
     "outrider.inference.drafters.small_lm",
     "outrider.inference.drafters.eagle3",
     "outrider.inference.drafters.mtp",
+    "outrider.inference.drafters.dflash",
     "outrider.inference.drafters.skip_layers",
     "outrider.inference.drafters.prompt_lookup",
     "outrider.inference.drafters.ngrams",
 ):
     register(import_module(_folder).KIND)
 
-EARLY_EXIT, SMALL_LM, EAGLE3, MTP = (
-    KINDS[name] for name in (names.EARLY_EXIT, names.SMALL_LM, names.EAGLE3, names.MTP)
+EARLY_EXIT, SMALL_LM, EAGLE3, MTP, DFLASH = (
+    KINDS[name] for name in (names.EARLY_EXIT, names.SMALL_LM, names.EAGLE3, names.MTP, names.DFLASH)
 )
 PROMPT_LOOKUP, NGRAMS = KINDS["prompt_lookup"], KINDS["ngrams"]
-READ_BY_CHOICE = (EAGLE3, MTP)  # kinds whose models are read with `ReadingChanges`
+READABLE = [kind for kind in KINDS.values() if kind.readings]
 
 
 def kind_in(folder: str) -> Kind | None:

@@ -4,7 +4,7 @@ import random
 from collections.abc import Mapping
 
 from outrider.base.streams import Streams
-from outrider.draft_models.calibration_head import CalibrationHead
+from outrider.draft_models.calibration_head import AcceptanceHead
 from outrider.inference.settings.method import MethodConfig, StructureConfig, StructureKind
 from outrider.inference.shapes.opt_tree import OptTree
 from outrider.inference.shapes.shapes import Chain, KConfig, Static
@@ -25,7 +25,7 @@ def make_structure(
     method: MethodConfig,
     streams: Streams,
     drawn: bool = False,
-    head: CalibrationHead | None = None,
+    head: AcceptanceHead | None = None,
     tuning: Tuning | None = None,
 ) -> Structure:
     """A new structure of `method`.

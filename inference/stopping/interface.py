@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.base.streams import Streams
-from outrider.draft_models.calibration_head import CalibrationHead, log_odds
+from outrider.draft_models.calibration_head import AcceptanceHead, log_odds
 from outrider.inference.sizing.policy import Tuning
 
 # Logits [n, V] after the rows with these numbers -> draft distributions [n, V].
@@ -98,7 +98,7 @@ def sigmoid(logit: float) -> float:
     return 0.5 * (1.0 + math.tanh(0.5 * logit))
 
 
-def ask_head(head: CalibrationHead, step: Step) -> float:
+def ask_head(head: AcceptanceHead, step: Step) -> float:
     """The logit of `head` for the token just drafted. One transfer."""
     position = torch.tensor([step.drafted], device=step.hidden.device)
     return float(head(step.source.target_hidden, step.hidden, position, step.log_probability))
@@ -109,12 +109,12 @@ class RuleInputs:
     """What a rule of one generation, from which it learns, may ask besides its settings."""
 
     streams: Streams  # the generation's
-    calibration_head: CalibrationHead | None = None  # the drafter's, if it has one
+    calibration_head: AcceptanceHead | None = None  # the drafter's, if it has one
     measured: Tuning | None = None  # costs, if they were measured
     drawn: bool = False  # whether drafts are sampled from q; otherwise they are the most likely tokens
 
     @property
-    def head(self) -> CalibrationHead:
+    def head(self) -> AcceptanceHead:
         """The calibration head. Raises `ValueError` without one."""
         return require_value(self.calibration_head, "this stop rule needs the drafter's calibration head")
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from importlib import import_module
 
 from outrider.base.streams import Streams
-from outrider.draft_models.calibration_head import CalibrationHead
+from outrider.draft_models.calibration_head import AcceptanceHead
 from outrider.inference.settings.method import AUTO, StopConfig
 from outrider.inference.settings.stop_rules import RULES
 from outrider.inference.sizing.policy import Tuning
@@ -188,7 +188,7 @@ class CalibratedThompson(PosteriorMean):
 def make_rule(
     stop: StopConfig,
     streams: Streams,
-    head: CalibrationHead | None = None,
+    head: AcceptanceHead | None = None,
     tuning: Tuning | None = None,
     *,
     levels: int | None = None,

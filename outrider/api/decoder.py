@@ -50,7 +50,17 @@ from outrider.inference.loading.memory_plan import budget_of
 from outrider.inference.loading.models import load_stack, make_runtime, prepare_models
 from outrider.inference.loading.target_setup import config_with_drafter, find_setup
 from outrider.inference.settings.evaluate import EvaluateConfig, Runtime
-from outrider.inference.settings.kinds import EAGLE3, KINDS, MTP, NGRAMS, PROMPT_LOOKUP, SMALL_LM, kind_in, presets_of
+from outrider.inference.settings.kinds import (
+    DFLASH,
+    EAGLE3,
+    KINDS,
+    MTP,
+    NGRAMS,
+    PROMPT_LOOKUP,
+    SMALL_LM,
+    kind_in,
+    presets_of,
+)
 from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig, method_key, preset
 from outrider.inference.settings.sampling import GREEDY, SamplingConfig
 from outrider.inference.sizing.policy import Tuning
@@ -124,6 +134,7 @@ class Decoder:
         small_lm: str | None = None,
         eagle3: str | None = None,
         mtp: str | None = None,
+        dflash: str | None = None,
         table: str | None = None,
         drafters: Mapping[str, str] | None = None,
         dtype: DecodeDtype = "auto",
@@ -144,7 +155,7 @@ class Decoder:
         head, ngrams with a table, else prompt_lookup.
         name: a name for your own settings.
         target: the drafter's target; for an early exit, the target's current path.
-        small_lm, eagle3, mtp, table, drafters, template, chat_template_kwargs: as the options of evaluate-checkpoint.
+        small_lm, eagle3, mtp, dflash, table, drafters, template, chat_template_kwargs: options of evaluate-checkpoint.
         conversations: whether there will be some, or the system message of all: then it is an error now, before the
         weights are loaded, if no template for them is known.
         batch: the most texts that are decoded at once; each has its own KV cache, which grows with it.
@@ -157,7 +168,8 @@ class Decoder:
         require(kind is not None or target is None, "target", target, f"None: {source} is no drafter's directory")
         is_drafter = kind is not None and (target is not None or kind != SMALL_LM)  # a causal LM alone is a target
         if method is None:
-            options = {SMALL_LM.name: small_lm, EAGLE3.name: eagle3, MTP.name: mtp, str(NGRAMS.option): table}
+            models = {SMALL_LM: small_lm, EAGLE3: eagle3, MTP: mtp, DFLASH: dflash, NGRAMS: table}
+            options = {str(kind.option): path for kind, path in models.items()}
             kind_preset = kind.preset if kind is not None and is_drafter else None
             method = kind_preset or [*presets_of(options), PROMPT_LOOKUP.name][0]
         name = construct(str, name or (method_key(method) if isinstance(method, str) else "method"), "name")
@@ -165,7 +177,7 @@ class Decoder:
             checkpoint=str(source) if is_drafter else None,
             target=target if is_drafter else str(source),
             revision=revision,
-            small_lm=small_lm, eagle3=eagle3, mtp=mtp, table=table,
+            small_lm=small_lm, eagle3=eagle3, mtp=mtp, dflash=dflash, table=table,
             drafters=construct(dict[str, str], drafters or {}, "drafters"),
             methods={name: preset(method) if isinstance(method, str) else method},
             dtype=dtype, device=device, runtime=runtime, template=template,

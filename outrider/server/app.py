@@ -69,10 +69,10 @@ def load_model(config: ServeConfig) -> Decoder:
     name, method = next(iter(config.methods.items()), (None, None))
     return Decoder.load(
         config.checkpoint or str(config.target), method=method, name=name, revision=config.revision,
-        small_lm=config.small_lm, eagle3=config.eagle3, mtp=config.mtp, table=config.table, drafters=config.drafters,
-        target=config.target if config.checkpoint else None, dtype=config.dtype, device=config.device,
-        runtime=config.runtime, template=config.template, chat_template_kwargs=config.chat_template_kwargs,
-        batch=config.batch, cache_bytes=config.cache_bytes,
+        small_lm=config.small_lm, eagle3=config.eagle3, mtp=config.mtp, dflash=config.dflash, table=config.table,
+        drafters=config.drafters, target=config.target if config.checkpoint else None, dtype=config.dtype,
+        device=config.device, runtime=config.runtime, template=config.template,
+        chat_template_kwargs=config.chat_template_kwargs, batch=config.batch, cache_bytes=config.cache_bytes,
     )  # fmt: skip
 
 

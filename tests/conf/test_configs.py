@@ -37,7 +37,7 @@ ROOT = Path(__file__).parent.parent.parent
 # What each command must be told.
 MANDATORY = {
     "build_trigrams": ["tokenizer=t"],
-    "evaluate_checkpoint": ["checkpoint=c", "small_lm=d", "eagle3=e", "table=t"],
+    "evaluate_checkpoint": ["checkpoint=c", "small_lm=d", "eagle3=e", "dflash=f", "table=t"],
     "measure_engine": ["checkpoint=c", "engine=vllm"],
     "replay": ["transcripts=t", "tokenizer=t", "prompts=p"],
     "calibrate": ["checkpoint=c"],

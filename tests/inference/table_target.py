@@ -66,6 +66,33 @@ class TableHead(TableModel):
         return embedding
 
 
+class TableBlock(TableModel):
+    """The same in the place of a block drafter with a Markov head: its rows say half of the logits, the token before
+    the drafted one the other half."""
+
+    reading = SimpleNamespace(
+        taps=(1,), windows=(None,), causal=(False,), sample_from_anchor=True, block=3, drafted=3, mask_token=0
+    )
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return tokens[..., None]
+
+    def features(self, aux: Tensor) -> Tensor:
+        return aux
+
+    def store_context(self, *_: Any) -> None:
+        return
+
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        return self.logits(hidden) / 2
+
+    def bias(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        return logits + self.table[tokens].clamp(min=-30) / 2
+
+    def evidence(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        return hidden
+
+
 @dataclass
 class Length:
     """As much of a cache as sources look at."""

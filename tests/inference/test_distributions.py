@@ -36,7 +36,7 @@ from outrider.inference.sizing.policy import Tuning
 from tests.faults import plant
 from tests.inference.ngram_cases import make_documents
 from tests.inference.priced import costs
-from tests.inference.table_target import TableHead, TableModel, TableRuntime
+from tests.inference.table_target import TableBlock, TableHead, TableModel, TableRuntime
 from tests.tiers import as_many, quick_where, typical_where
 
 LEVEL = 1e-4
@@ -169,6 +169,8 @@ CASES = {
         block(source="early_exit", max_draft=3), tables=Tables(APART.p, OnePass(APART.q.distributions.tolist()))
     ),
     "chain, block of an MTP head": Case(block(source="mtp", max_draft=3)),
+    "chain, dspark": Case(block(source="dflash", max_draft=3)),
+    "k_config, dspark": Case(tree("k_config", source="dflash", widths=(2, 2)), draws=MORE),
     "chain, copied": Case(preset("small_lm/survival"), 63),
     "opt_tree, copied": Case(preset("opt_tree_auto"), 63),
     "chain, confidence": Case(chain("confidence", "early_exit", max_draft=4, threshold=0.28)),
@@ -216,6 +218,7 @@ def make_arm(case: Case, sampling: SamplingConfig = PLAIN, name: str = "m") -> A
     size = len(case.tables.p.distributions)
     models = {"early_exit": q, "small_lm": q, "eagle3": TableHead(q.distributions.tolist())}
     models["mtp"] = models["eagle3"]
+    models["dflash"] = TableBlock(q.distributions.tolist())
     table = TrigramTable.from_documents(make_documents(size), [2, 3, 4], size, "t", min_count=2)
     drafters = {name: Calibrated(model, head) for name, model in models.items()} | {"ngrams": table}
     options = {"text": TextSettings(case.tokens, sampling=sampling), "runtime": TableRuntime()}
@@ -392,6 +395,16 @@ FAULTS: dict[str, tuple[Case, int, *tuple[Fault, ...]]] = {  # where, the draws 
     ),
     "block by the first token's q": (
         CASES["chain, block"], 1_500, (*VERIFIES, "(tokens, tree.q,", "(tokens, dict.fromkeys(tree.q, tree.q[-1]),"),
+    ),
+    "a q without the Markov head's bias": (
+        CASES["chain, dspark"], 1_000,
+        (shapes.Chain, "draft", "q[row - 1] = probs[0]",
+         "q[row - 1] = softmax_probs(2 * logits - source._draft_model.drafter.bias(logits, tokens[-1]), (row,))[0]"),
+    ),
+    "a q of siblings without it": (
+        CASES["k_config, dspark"], MORE,
+        (shapes.KConfig, "draft", "q |= zip(fed_nodes, probs, strict=True)",
+         "q |= zip(fed_nodes, softmax_probs(2 * logits - source._draft_model.drafter.bias(logits, tokens), rows))"),
     ),
     "the last token by the row above": (
         CASES["chain, fixed"], 500, (*VERIFIES, "tree.q, p, rule", "tree.q, torch.cat([p[:-1], p[-2:][:1]]), rule"),

@@ -155,7 +155,8 @@ def noted(drafter: ModelDrafter) -> list[tuple[int, int, DraftTree, bool]]:
     return drafts
 
 
-BY_PLACES = list(itertools.product([name for name in SOURCES if "some" in name or name == "eagle3"], STRUCTURES))
+OF_SOME = [name for name in SOURCES if "some" in name or name.startswith(("eagle3", "dflash"))]
+BY_PLACES = list(itertools.product(OF_SOME, STRUCTURES))
 
 
 @pytest.mark.parametrize(("kind", "structure"), typical_where(each_value(BY_PLACES).__contains__, BY_PLACES))
@@ -164,7 +165,7 @@ def test_drafts_by_places_are_those_by_tokens(target: Target, kind: str, structu
     found = []
     for reads_root in (structure.startswith("token_graph"), True):
         model = target.source(kind)
-        if kind == "eagle3":  # equally likely tokens may come in any order
+        if hasattr(model, "head"):  # of EAGLE-3: equally likely tokens may come in any order
             model.head = copy.deepcopy(model.head)
             generator = torch.Generator().manual_seed(0)
             noise = torch.randn(model.head.lm_head.weight.shape, generator=generator, dtype=target.dtype)
@@ -241,7 +242,7 @@ def test_faults_of_copies_are_seen(target: Target, monkeypatch: pytest.MonkeyPat
 
 
 PRICES = [(40.0, 0, 0), (1.2, 1, 2), (1.05, 2, 12), (0.0, 5, 99)]  # of a step; the fewest and most rounds with a draft
-DEAR = list(itertools.product(["early_exit", "small_lm", "skip_layers", "eagle3"], PRICES))
+DEAR = list(itertools.product(["early_exit", "small_lm", "skip_layers", "eagle3", "dflash"], PRICES))
 
 
 @pytest.mark.parametrize(("source", "cost"), typical_where(each_value(DEAR).__contains__, DEAR))
@@ -263,7 +264,12 @@ def test_rounds_without_a_draft_change_no_token(target: Target, source: str, cos
     assert observed == [r.drafted for r in rounds if r.drafted]
 
 
-ENDING = [*itertools.product(["early_exit", "small_lm", "skip_layers", "eagle3"], ["chain", "static", "token_graph"])]
+ENDING = [
+    *itertools.product(
+        ["early_exit", "small_lm", "skip_layers", "eagle3", "dflash", "dflash, markov"],
+        ["chain", "static", "token_graph"],
+    )
+]
 
 
 @pytest.mark.parametrize(("source", "structure"), typical_where(each_value(ENDING).__contains__, ENDING))

@@ -22,7 +22,7 @@ from outrider.api import decoder as api
 from outrider.api.model import Model
 from outrider.base.errors import UserError
 from outrider.data_prep.text import chat
-from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET
+from outrider.draft_models.targets.settings import DFLASH, EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET
 from outrider.inference.core.batch import Batch
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.settings.method import MethodConfig, StopConfig
@@ -33,7 +33,9 @@ from tests.tiny import LAYERS, save_exit, save_target, unproven
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "def f("  # its greedy text has 15 different tokens
-DEFAULTS = {EAGLE3: "eagle3_survival", TABLE: "ngrams", SMALL_LM: "small_lm_survival"}  # of a drafter in such a folder
+DEFAULTS = {  # of a drafter in such a folder
+    EAGLE3: "eagle3_survival", DFLASH: "dflash_survival", TABLE: "ngrams", SMALL_LM: "small_lm_survival"
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

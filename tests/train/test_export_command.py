@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from outrider.base.errors import UserError
 from outrider.base.settings import construct
+from outrider.draft_models.dflash.checkpoint import open_drafter
 from outrider.draft_models.draft_vocabulary import narrow, save_tokens
 from outrider.draft_models.eagle3.checkpoint import describe_use, open_head, save_head, write_gguf_head
 from outrider.draft_models.eagle3.model import Eagle3
@@ -25,7 +26,8 @@ from outrider.draft_models.small_lm.model import TRAINING_FILE, load_small_lm
 from outrider.draft_models.targets.model_files import load_causal_lm
 from outrider.draft_models.targets.narrowed import DraftVocabulary
 from outrider.draft_models.targets.open_target import OpenTarget, load_config, open_target
-from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, TABLE, TARGET, ReadingChanges
+from outrider.draft_models.targets.settings import DFLASH, EAGLE3, EARLY_EXIT, TABLE, TARGET, ReadingChanges
+from outrider.inference.drafters.dflash.drafter import DFlashPlugin
 from outrider.inference.drafters.eagle3.drafter import Eagle3Plugin
 from outrider.inference.drafters.small_lm.drafter import SmallLMPlugin
 from outrider.train import export
@@ -72,6 +74,28 @@ def test_there_and_back(tiny_models: Path, tmp_path: Path) -> None:
     assert open_head(there.out_dir, config).tensors()["fc.weight"].dtype == torch.bfloat16
     with pytest.raises(UserError, match="expected another place than checkpoint="):
         export_drafter(replace(there, checkpoint=there.out_dir, resume=True))
+
+
+def test_a_block_drafter_as_vllm_reads_it(tiny_models: Path, tmp_path: Path) -> None:
+    """A drafter of any trainer; what is measured in the engine is what is exported."""
+    target = str(tiny_models / TARGET)
+    config = load_config(target)
+    given = ExportConfig(checkpoint=str(tiny_models / DFLASH), target=target, out_dir=str(tmp_path / "out"))
+    export_drafter(given)
+    first, again = (open_drafter(where, config) for where in (given.checkpoint, given.out_dir))
+    assert (again.reading, again.made_here) == (first.reading, True)
+    torch.testing.assert_close(again.tensors(), first.tensors(), rtol=0, atol=0)
+    card = (tmp_path / "out/README.md").read_text()
+    assert '"method": "dspark"' in card
+    assert '"num_speculative_tokens": 4' in card
+    opened = open_target(target)
+    assert DFlashPlugin().vllm_method(given.checkpoint, opened) == "dspark"
+    DFlashPlugin().export(given.checkpoint, opened, torch.float32, tmp_path / "served")
+    require_same_model(tmp_path / "out", tmp_path / "served")
+    refusal("target=None: expected the model", export_drafter, replace(given, target=None, resume=True))
+    refusal(
+        "engine='sglang': expected an engine of .*: vllm$", export_drafter, replace(given, engine="sglang", resume=True)
+    )
 
 
 OF_HEADS = {  # llama.cpp's names of tensors that no Llama has

@@ -23,14 +23,14 @@ class ExportConfig(RunConfig):
     """export: a drafter as serving engines load it."""
 
     checkpoint: AnyDrafter = free()
-    """directory of an early exit, of an n-gram table, or of an EAGLE-3 head, of any trainer; also of a small LM or of a
-    target, for an engine with a format of its own"""
+    """directory of an early exit, of an n-gram table, or of a draft head (EAGLE-3, DFlash, DSpark) of any trainer; also
+    of a small LM or of a target, for an engine with a format of its own"""
     target: Model | None = free(None)
     """directory, GGUF file or Hub name of the drafter's target; null: for an early exit the target that its record
     names, for a table any target. Of the target of a head only config.json is read, and for llama.cpp the tokenizer. Of
     the target of a table the tokenizer is read too"""
     revision: str | None = free(None, "of the target on the Hub: branch, tag or commit")
-    reading: ReadingChanges = opt(factory=ReadingChanges, help="corrections of an EAGLE-3 head's config.json")
+    reading: ReadingChanges = opt(factory=ReadingChanges, help="corrections of a draft head's config.json")
     engine: Engine = opt("vllm", "the engine that will load it")
     engine_python: Annotated[EnginePython | None, only(engine="openvino")] = free(None)
     """environment with OpenVINO, or its Python, whose optimum-cli converts the drafter; null: the environment of this

@@ -13,4 +13,5 @@ KIND = Kind(
     calibration=HEAD_FOLDER,
     vllm_method="eagle3",
     layers=True,
+    readings=True,
 )

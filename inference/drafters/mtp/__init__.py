@@ -11,4 +11,5 @@ KIND = Kind(
     preset="mtp/survival",
     layers=True,
     in_target=True,
+    readings=True,
 )

@@ -179,7 +179,7 @@ class Asked:
     def drafter(self, kind: str, drawn: bool) -> Drafter:
         if kind in ("lookup", "table"):
             return Lookup(self.fails) if kind == "lookup" else make_ngram_drafter(TABLE, NgramConfig(), self.number)
-        head = CalibrationHead(64, 256 if kind == "eagle3" else 64).requires_grad_(False)
+        head = CalibrationHead(64, WIDTHS.get(kind, 64)).requires_grad_(False)
         head.draft.copy_(torch.linspace(-0.1, 0.1, len(head.draft)))
         rule: Any = "fixed" if self.rule == "survival" and self.structure != "chain" else self.rule  # it is for chains
         stop = StopConfig(rule=rule, max_draft=4)
@@ -219,6 +219,9 @@ def decode_together(
 
 def different(asked: Sequence[Asked], found: Sequence[Found], near: float = 0.0) -> list[Asked]:
     return [one for one, own in zip(asked, found, strict=True) if not own.is_as(one.alone, near)]
+
+
+WIDTHS = {"eagle3": 256, "dflash": 256, "dflash, markov": 262}  # of what their tokens are predicted from
 
 
 @pytest.fixture(autouse=True)
@@ -315,7 +318,7 @@ def test_a_cache_that_grows_has_the_bits_of_a_large_one(
     assert different(asked, decode_together(asked, 6))
 
 
-@pytest.mark.parametrize("kind", ["early_exit", "early_exit, two layers", "small_lm", "eagle3"])
+@pytest.mark.parametrize("kind", ["early_exit", "early_exit, two layers", "small_lm", "eagle3", "dflash"])
 def test_a_text_takes_the_memory_of_its_positions(
     make: Callable[..., Target], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

@@ -18,10 +18,12 @@ from outrider.base.streams import Streams
 from outrider.data_prep.text.prompts import Prompt
 from outrider.draft_models.eagle3.checkpoint import open_head
 from outrider.draft_models.targets.open_target import open_target
-from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET
+from outrider.draft_models.targets.settings import DFLASH, EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET
 from outrider.inference.core.drafter import Drafter
 from outrider.inference.core.tree import DraftTree, chain_parents
+from outrider.inference.drafters.dflash.drafter import DFlashPlugin
 from outrider.inference.drafters.eagle3.drafter import Eagle3Plugin
+from outrider.inference.drafters.model_plugin import Calibrated, without_calibration
 from outrider.inference.drafters.plugin import DrafterPlugin
 from outrider.inference.engines.graphs.cuda_graphs import Graphed
 from outrider.inference.evaluate import measuring
@@ -38,6 +40,8 @@ from outrider.inference.settings.method import MethodConfig, StopConfig, Structu
 from outrider.inference.sizing.policy import Tuning
 from outrider.train.export import export_drafter
 from outrider.train.settings.export import ExportConfig
+from tests.block_drafters import DIALECTS as BLOCKS
+from tests.block_drafters import drafter_weights, write_drafter
 from tests.eagle3_heads import DIALECTS, head_weights, write_head
 from tests.inference.evaluate.evaluating import evaluate
 from tests.inference.priced import costs, price
@@ -148,7 +152,7 @@ def test_few_files_name_a_kind(name: str) -> None:
 # --- what lies in checkpoint=
 
 
-FOLDERS = {"early_exit": EARLY_EXIT, "small_lm": SMALL_LM, "eagle3": EAGLE3, "ngrams": TABLE}
+FOLDERS = {"early_exit": EARLY_EXIT, "small_lm": SMALL_LM, "eagle3": EAGLE3, "dflash": DFLASH, "ngrams": TABLE}
 LOOKUP = {"m": MethodConfig("prompt_lookup")}
 
 
@@ -167,7 +171,7 @@ def test_a_checkpoint_is_what_lies_there(tiny_models: Path, name: str, folder: s
             replace(config, methods={"m": MethodConfig()})
 
 
-@pytest.mark.parametrize("name", ["early_exit", "small_lm", "eagle3"])
+@pytest.mark.parametrize("name", ["early_exit", "small_lm", "eagle3", "dflash"])
 def test_with_another_calibration_head_it_is_another_drafter(tiny_models: Path, tmp_path: Path, name: str) -> None:
     """So that a resumed run goes on with the head that it began with."""
     where, kind = shutil.copytree(tiny_models / FOLDERS[name], tmp_path / name), KINDS[name]
@@ -187,6 +191,10 @@ def test_a_head_is_known_by_its_tensors(tmp_path: Path, tiny_models: Path) -> No
         found = kind_in(write_head(tmp_path / dialect, facts, head_weights(facts)))
         assert found is not None, dialect
         assert found.name == "eagle3", dialect
+    for dialect, block in BLOCKS.items():
+        found = kind_in(write_drafter(tmp_path / f"block {dialect}", block, drafter_weights(block)))
+        assert found is not None, dialect
+        assert found.name == "dflash", dialect
     assert kind_in(str(tiny_models / TARGET)) == KINDS["small_lm"]
 
 
@@ -205,6 +213,55 @@ def test_a_head_there_decodes(tiny_models: Path, tmp_path: Path, capsys: pytest.
     assert "eagle3's weights: " in capsys.readouterr().out
 
 
+def test_a_block_drafter_decodes_and_its_confidence_head_stops(
+    tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By its own head, and by a calibration head where there is one; a drafter without either is refused."""
+    price(monkeypatch, costs(step=0.0, node=0.0))
+    risk, score = StopConfig("rejection_risk"), StopConfig("survival", score="head")
+    methods = {"m": MethodConfig("dflash"), "risk": MethodConfig("dflash", stop=risk),
+               "score": MethodConfig("dflash", stop=score)}  # fmt: skip
+    config = EvaluateConfig(
+        dflash=str(tiny_models / DFLASH), target=str(tiny_models / TARGET), methods=methods, doctor=True,
+        prompt_text=["once upon"], max_new_tokens=16, device="cpu", compare_transformers=False,
+        out_dir=str(tmp_path / "out"), card=True,
+    )  # fmt: skip
+    where = shutil.copytree(tiny_models / DFLASH, tmp_path / "drafter")
+    config = replace(config, dflash=str(where))
+    command(config)
+    reports = json.loads((tmp_path / "out/report.json").read_text())["reports"]
+    assert all(report["lossless"]["identical"] == report["lossless"]["checked"] > 0 for report in reports)
+    assert {report["method"] for report in reports} == {*methods}
+    assert "## Measured" in (where / "README.md").read_text()
+    assert "doctor: dflash, " in capsys.readouterr().out
+    command(replace(config, plan=True))
+    assert "dflash's weights: " in capsys.readouterr().out
+    target = open_target(str(tiny_models / TARGET))
+    loaded = DFlashPlugin().load(str(where), target, methods, dtype=torch.float32, device="cpu")
+    assert isinstance(loaded, Calibrated)
+    assert loaded.head is loaded.drafter.confidence_head
+    facts, weights = BLOCKS["z-lab"], load_file(where / "model.safetensors")
+    assert facts.confidence == 0
+    less = {name: tensor for name, tensor in weights.items() if not name.startswith("confidence_head")}
+    save_file(less, where / "model.safetensors")
+    refusal("no calibration head there; run outrider calibrate", command, replace(config, out_dir=str(tmp_path / "no")))
+
+
+def test_a_confidence_head_decides_where_a_draft_stops(tiny_models: Path) -> None:
+    """Sure of every token it lets all be drafted, sure of none but one."""
+    target = open_target(str(tiny_models / TARGET))
+    stack, lengths = target.stack(dtype=torch.float32), {}
+    method = MethodConfig("dflash", stop=StopConfig("rejection_risk", max_draft=4))
+    for bias in (-30.0, 30.0):
+        model = DFlashPlugin().load(str(tiny_models / DFLASH), target, {"m": method}, dtype=torch.float32, device="cpu")
+        drafter = without_calibration(model)
+        drafter.confidence_head.proj.bias.data.fill_(bias)
+        DFlashPlugin().prepare(model, stack)
+        arms = make_arms(stack, {"dflash": model}, {"m": method}, None, TextSettings(24))
+        lengths[bias] = max(r.drafted for r in arms["m"](random_prompt(9), Streams(0)).rounds)
+    assert lengths == {-30.0: 1, 30.0: 4}
+
+
 def test_what_is_no_drafter_is_refused(
     models: Path, tmp_path: Path, config: Callable[..., EvaluateConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -214,8 +271,8 @@ def test_what_is_no_drafter_is_refused(
     target = str(models / "target")
     for name, found in (("empty", "found nothing"), ("other", r"found weights\.pt"), ("none", "no such directory")):
         made = config("out", checkpoint=str(tmp_path / name), target=target, methods=LOOKUP)
-        files = r"drafter\.json \(early_exit\), config\.json \(small_lm or eagle3 or mtp\), table\.safetensors"
-        expected = rf"{name}: {found}.* {files}"
+        kinds = r"config\.json \(small_lm or eagle3 or mtp or dflash\)"
+        expected = rf"{name}: {found}.* drafter\.json \(early_exit\), {kinds}, table\.safetensors"
         for plan in (False, True):
             refusal(expected, command, replace(made, plan=plan))
         if (tmp_path / name).exists():  # or it may be a head's Hub name

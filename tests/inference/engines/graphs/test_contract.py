@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from outrider.base.streams import Streams
 from outrider.draft_models.calibration_head import CalibrationHead
+from outrider.draft_models.dflash.model import DFlash
 from outrider.draft_models.draft_vocabulary import narrow
 from outrider.draft_models.eagle3.model import Eagle3
 from outrider.draft_models.early_exit.model import EarlyExit
@@ -30,6 +31,7 @@ from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.core.sampling import Sampler
 from outrider.inference.core.target_session import Runtime
 from outrider.inference.core.token_selector import TokenSelector
+from outrider.inference.drafters.dflash.drafter import OneBlock
 from outrider.inference.drafters.eagle3.drafter import Eagle3DraftModel
 from outrider.inference.drafters.early_exit.drafter import EarlyExitDraftModel
 from outrider.inference.drafters.model_drafter import ModelDrafter
@@ -44,7 +46,7 @@ from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.shapes.factory import make_structure
 from tests.eagle3_runs import require_same_texts
 from tests.faults import plant
-from tests.fitted_heads import fitted_head, remade
+from tests.fitted_heads import fitted_block, fitted_head, remade
 from tests.inference import graph_contract as contract
 from tests.tiers import typical_where
 from tests.tiny import LAYERS, STRUCTURES, VOCABULARY, make_drafter, method_of, open_stack, random_prompt, save_target
@@ -64,6 +66,7 @@ class Models:
     some_tokens: LayerStack
     exit: EarlyExit
     head: Eagle3
+    block: DFlash
     calibration: CalibrationHead
 
 
@@ -79,12 +82,13 @@ def laid_out(path: Path) -> Models:
     target, plain = open_target(str(path)), open_stack(path)[1]
     some = target.layers(dtype=torch.float32)
     narrow(some, DraftVocabulary(torch.arange(0, VOCABULARY, 2), VOCABULARY))
-    head = fitted_head(plain, [(random_prompt(length), text_of(plain, length, count)) for length, count in TURNS[1:]])
+    answers = [(random_prompt(length), text_of(plain, length, count)) for length, count in TURNS[1:]]
+    head, block = fitted_head(plain, answers), fitted_block(plain, answers, rank=6)
     calibration = CalibrationHead(64, 64).requires_grad_(False)
     made = Models(plain, target.stack(dtype=torch.float32, int8=True), open_stack(path)[1], layer_stack(some),
-                  make_drafter(path, LAYERS - 1, noise=0.3), head, calibration)  # fmt: skip
+                  make_drafter(path, LAYERS - 1, noise=0.3), head, block, calibration)  # fmt: skip
     drafters = {"early_exit": Calibrated(made.exit, calibration), "small_lm": made.small, "eagle3": head}
-    prepare_models(made.stack, drafters)
+    prepare_models(made.stack, {**drafters, "dflash": block})
     made.some_tokens.requires_grad_(False)  # as it is read from its files
     prepare_models(made.int8, {"small_lm": made.some_tokens})
     return made
@@ -156,6 +160,7 @@ PATHS: dict[str, Callable[[Models, Runtime], None]] = {
     "EAGLE-3, opt_tree": lambda m, runtime: drafted(
         m, Eagle3DraftModel(m.head), method_of(STRUCTURES["opt_tree"]), runtime
     ),
+    "DSpark": lambda m, runtime: drafted(m, OneBlock(m.block), CHAIN, runtime),
     "fewer layers": lambda m, runtime: drafted(m, SkipLayersDraftModel(None), CHAIN, runtime),
     "int8": lambda m, runtime: plainly(m.int8, runtime),
     "int8, small LM": lambda m, runtime: drafted(m, SmallLMDraftModel(m.small), CHAIN, runtime, "int8"),
@@ -163,7 +168,9 @@ PATHS: dict[str, Callable[[Models, Runtime], None]] = {
 
 
 # One of each kind: they have every fault, and the others are thorough.
-EACH_KIND = ("plain", "rows", "early exit, opt_tree", "small LM, some tokens", "EAGLE-3", "fewer layers", "int8")
+EACH_KIND = (
+    "plain", "rows", "early exit, opt_tree", "small LM, some tokens", "EAGLE-3", "DSpark", "fewer layers", "int8"
+)  # fmt: skip
 
 
 @pytest.fixture

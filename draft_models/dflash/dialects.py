@@ -1,0 +1,209 @@
+"""Dialects: the config.json of different writers of block drafters. Three are read, one is written.
+
+z-lab        z-lab/dflash, SpecForge: a flat config with `dflash_config`, which may also hold DSpark's keys
+deepspec     DeepSpec: flat, DSpark's keys at the top
+speculators  vllm-project/speculators: the layer's config nested, aux hidden states as boundaries
+
+Facts of z-lab's model.py, speculators 0.9 and vLLM 0.33 (qwen3_dflash.py, qwen3_dspark.py, eagle3_utils.py). A vLLM
+with fewer tokens than a block drafts runs shorter blocks. The output of layer i is boundary i + 1.
+
+To read a file: `dialect_of` and `read_config`. To write one: `config_of`, which reads its result again.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, replace
+from typing import Literal
+
+from transformers import PreTrainedConfig
+
+from outrider.base.errors import UserError, reason
+from outrider.base.settings import construct
+from outrider.draft_models.dflash.reading import BlockReading
+from outrider.draft_models.heads.configs import LAYER_FIELDS, layer_config, layer_fields_of
+from outrider.draft_models.heads.sizes import Shapes
+
+Config = Mapping[str, object]
+BlockDialect = Literal["z-lab", "deepspec", "speculators"]
+SECTION, BASE = "dflash_config", "model."
+W1, W2, CONFIDENCE = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight", "confidence_head.proj.weight"
+_SLIDING = "sliding_attention"
+# Parts of tensors' names by the drafter that has such tensors, and that is not read here.
+_FOREIGN = {
+    "mask_hidden": "P-EAGLE", "conv": "DFlash2", "selector": "DFlash2", "gru": "Domino", "sink": "attention sinks",
+    "markov_head.gate_proj": "a gated Markov head", "markov_head.joint_proj": "a recurrent Markov head",
+}  # fmt: skip
+# Switches of which only the given values are supported.
+_FIXED: dict[str, tuple[object, ...]] = {
+    "use_aux_hidden_state": (None, True), "logit_scale": (None, 1.0), "markov_head_type": (None, "vanilla"),
+    "projector_type": (None, "dflash", "dspark"), "attention_sink_bias": (None, False),
+    "add_swa_attention_sink_bias": (None, False),
+}  # fmt: skip
+
+
+def local_name(stored_name: str) -> str:
+    """The name here of a tensor with the name `stored_name` in the file."""
+    return stored_name.removeprefix(BASE)
+
+
+def is_block_drafter(stored_names: Collection[str]) -> bool:
+    """Whether tensors of these names are a block drafter's: fc and its norm stand outside the layers."""
+    return {"fc.weight", "hidden_norm.weight"} <= set(map(local_name, stored_names))
+
+
+def dialect_of(config: Config, stored_names: Collection[str]) -> BlockDialect:
+    """The dialect of a block drafter. Raises `UserError` if it is another drafter."""
+    kind = config.get("speculators_model_type")
+    if kind not in (None, "dflash", "dspark"):
+        raise UserError(f"speculators_model_type={kind!r}: expected dflash or dspark; it is another drafter")
+    family = next((family for part, family in _FOREIGN.items() if any(part in name for name in stored_names)), None)
+    if family is not None:
+        raise UserError(f"its tensors are those of {family}: expected DFlash, or DSpark with a vanilla Markov head")
+    if not is_block_drafter(stored_names):
+        raise UserError("no tensors fc.weight and hidden_norm.weight there, which every block drafter has")
+    if kind is not None:
+        return "speculators"
+    return "z-lab" if SECTION in config else "deepspec"
+
+
+def _section(config: Config, name: str = SECTION) -> Config:
+    """The config's `name`; empty without one. Raises `UserError` if it is no mapping."""
+    section = config.get(name) or {}
+    if not isinstance(section, dict):
+        raise UserError(f"{name}={section!r}: expected a mapping")
+    return section
+
+
+def _lookup(config: Config, name: str) -> object:
+    """The value of a key in `dflash_config`, else at the top; None without one."""
+    nested = _section(config).get(name)
+    return config.get(name) if nested is None else nested
+
+
+def read_config(config: Config, shapes: Shapes, taps: tuple[int, ...] | None = None) -> BlockReading:
+    """The reading that `config`, the contents of config.json, declares for tensors of `shapes`, by their names here.
+
+    taps: replace those of the config. Raises `UserError`.
+    """
+    try:
+        return _read_declared(config, shapes, taps or _read_taps(config))
+    except (UserError, TypeError, ValueError, OverflowError) as error:  # also of values that are no numbers
+        raise UserError(f"{reason(error)} (in its config.json)") from None
+
+
+def _read_declared(config: Config, shapes: Shapes, taps: tuple[int, ...]) -> BlockReading:
+    for name, supported in _FIXED.items():
+        if (setting := _lookup(config, name)) not in supported:
+            raise UserError(f"{name}={setting!r}: expected {' or '.join(map(repr, supported[1:]))}")
+    fields = _section(config, "transformer_layer_config") if "speculators_model_type" in config else config
+    numbers = [name.split(".")[1] for name in shapes if name.startswith("layers.")]
+    layers = max((int(number) for number in numbers if number.isdigit()), default=0) + 1
+    # Windows are read by another rule (`_read_spans`) than transformers'.
+    plain = {key: fields[key] for key in fields if key not in ("layer_types", "sliding_window", "use_sliding_window")}
+    layer = layer_config({"model_type": "qwen3", **plain}, layers)
+    declared = {
+        **{name: getattr(layer, key, False) for key, name in LAYER_FIELDS.items()},
+        **_read_heads(config, shapes, layer.hidden_size),
+        **_read_spans(config, fields, layers),
+        "taps": taps,
+        "target_hidden": _lookup(config, "target_hidden_size") or layer.hidden_size,
+        "draft_vocabulary": config.get("draft_vocab_size") or shapes.get("lm_head.weight", (layer.vocab_size,))[0],
+        "rope": dict(layer.rope_parameters),
+        "head_norms": "layers.0.self_attn.q_norm.weight" in shapes,
+        "own_embedding": "embed_tokens.weight" in shapes,
+        "own_head": "lm_head.weight" in shapes,
+        "block": _lookup(config, "block_size"),
+        "mask_token": _lookup(config, "mask_token_id"),
+        "neox": _lookup(config, "is_neox_style") is not False,
+        "embedding_scale": _lookup(config, "input_embedding_scale") or 1.0,
+    }
+    return construct(BlockReading, declared)
+
+
+def _read_taps(config: Config) -> tuple[int, ...]:
+    """The boundaries that the config names, in entries that must agree. Engines take the first entry that they know."""
+    nested, eagle = _section(config), _section(config, "eagle_config")
+    entries = {  # by the entry, as the user sees it: its layers, and what makes boundaries of them
+        "aux_hidden_state_layer_ids": (config.get("aux_hidden_state_layer_ids"), 0),
+        "eagle_aux_hidden_state_layer_ids": (config.get("eagle_aux_hidden_state_layer_ids"), 0),
+        f"{SECTION}.target_layer_ids": (nested.get("target_layer_ids"), 1),
+        "dspark_target_layer_ids": (config.get("dspark_target_layer_ids"), 1),
+        "target_layer_ids": (config.get("target_layer_ids"), 1),
+        f"{SECTION}.layer_ids": (nested.get("layer_ids"), 0),
+        "eagle_config.layer_ids": (eagle.get("layer_ids"), 0),
+    }
+    boundaries: dict[str, tuple[int, ...]] = {}
+    for name, (layers, step) in entries.items():
+        if layers and not (isinstance(layers, list) and all(type(layer) is int for layer in layers)):
+            raise UserError(f"{name}={layers!r}: expected a list of layers")
+        if isinstance(layers, list) and layers:
+            boundaries[f"{name}={layers!r}"] = tuple(layer + step for layer in layers)
+    if len(set(boundaries.values())) != 1:
+        meanings = "; ".join(f"{name} means boundaries {list(taps)}" for name, taps in boundaries.items())
+        raise UserError(f"{meanings or 'names no target_layer_ids'}: expected one list of them, or give reading.taps")
+    return next(iter(boundaries.values()))
+
+
+def _read_spans(config: Config, fields: Config, layers: int) -> dict[str, object]:
+    """`windows` and `causal` of a reading, by vLLM's table: layers slide by `layer_types`, or all with `use_swa`. A
+    switch of causality is of all layers; without one, those that slide by `layer_types` are causal."""
+    section, types = _section(config), fields.get("layer_types") or ["full_attention"] * layers
+    if not isinstance(types, list) or len(types) != layers:
+        raise UserError(f"layer_types={types!r}: expected one for each of {layers} layers")
+    by_type = tuple(kind == _SLIDING for kind in types)
+    slides = by_type if any(by_type) else (section.get("use_swa") is True,) * layers
+    size = section.get("swa_window_size") or fields.get("sliding_window")
+    if any(slides) and size is None:
+        raise UserError("sliding layers without a size: expected swa_window_size or sliding_window")
+    both_ways = False if config.get("sliding_window_non_causal") else None
+    switches = (config.get("is_causal"), section.get("causal"), both_ways)
+    switch = next((value for value in switches if value is not None), None)
+    causal = by_type if switch is None else (bool(switch),) * layers
+    return {"windows": tuple(size if sliding else None for sliding in slides), "causal": causal}
+
+
+def _read_heads(config: Config, shapes: Shapes, hidden: int) -> dict[str, object]:
+    """What a reading says of DSpark's heads, by the tensors, and of the position that a row predicts."""
+    rank = shapes[W1][1] if W1 in shapes else _lookup(config, "markov_rank") or 0
+    width = shapes.get(CONFIDENCE, (1, 0))[1]
+    is_dspark = "dspark" in (config.get("speculators_model_type"), _lookup(config, "projector_type")) or rank != 0
+    anchors = (_lookup(config, name) for name in ("sample_from_anchor", "shift_label"))
+    return {
+        "markov_rank": rank,
+        "confidence": {0: "none", hidden: "hidden"}.get(width, "markov"),
+        "sample_from_anchor": next((value for value in anchors if value is not None), is_dspark),
+    }
+
+
+def config_of(reading: BlockReading, shapes: Shapes, target: PreTrainedConfig) -> dict[str, object]:
+    """config.json of a block drafter in z-lab's layout, with DSpark's keys where vLLM reads them.
+
+    shapes: of the written tensors. Raises `UserError` for a reading that the layout cannot express.
+    """
+    layers = {"mask_token_id": reading.mask_token, "target_layer_ids": [tap - 1 for tap in reading.taps]}
+    by_type = tuple(window is not None for window in reading.windows)
+    config: dict[str, object] = {
+        **layer_fields_of(reading, target),
+        **layers,
+        "architectures": ["Qwen3DSparkModel" if reading.markov_rank else "DFlashDraftModel"],
+        "model_type": "qwen3",
+        "block_size": reading.block,
+        "draft_vocab_size": reading.draft_vocabulary,
+        "target_hidden_size": reading.target_hidden,
+        "num_target_layers": target.num_hidden_layers,
+        "sample_from_anchor": reading.sample_from_anchor,
+        "is_neox_style": reading.neox,
+        "input_embedding_scale": reading.embedding_scale,
+        "layer_types": [_SLIDING if slides else "full_attention" for slides in by_type],
+        SECTION: layers if reading.causal == by_type else {**layers, "causal": reading.causal[0]},
+    }
+    if any(by_type):
+        config |= {"use_sliding_window": True, "sliding_window": max(filter(None, reading.windows))}
+    if reading.markov_rank:
+        config |= {"markov_rank": reading.markov_rank, "markov_head_type": "vanilla"}
+        config["enable_confidence_head"] = reading.confidence != "none"
+        config["confidence_head_with_markov"] = reading.confidence == "markov"
+    fields = asdict(replace(reading, draft_ids="offset", head_norms=True))  # as a file in this layout is read
+    reread = asdict(read_config(config, shapes))
+    if lost := ", ".join(f"{name}={value!r}" for name, value in fields.items() if reread[name] != value):
+        raise UserError(f"z-lab's layout has no word for {lost}, so its readers would run another drafter")
+    return config

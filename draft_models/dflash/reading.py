@@ -1,0 +1,47 @@
+"""The interpretation of a block drafter's tensors: everything in which writers of DFlash and DSpark files differ."""
+
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+from annotated_types import Ge
+from transformers import PreTrainedConfig
+
+from outrider.base.settings import Positive
+from outrider.draft_models.heads.sizes import HeadSizes, apply_changes
+from outrider.draft_models.targets.settings import ReadingChanges
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockReading(HeadSizes):
+    """How the tensors of a block drafter are read. The same tensors may fit several readings.
+
+    Raises `UserError` naming a field with an impossible value.
+    """
+
+    block: Annotated[int, Ge(2)]  # rows of a pass: the text's last token, then masks
+    mask_token: Annotated[int, Ge(0)]
+    sample_from_anchor: bool  # a row predicts the token after its position (DSpark); false: at its position (DFlash)
+    causal: tuple[bool, ...]  # for each layer: a row sees no later row of its block
+    neox: bool = True  # dimension i of a head rotates with i + D/2; false: with its neighbour
+    embedding_scale: Positive = 1.0
+    markov_rank: Annotated[int, Ge(0)] = 0  # of the logits' bias by the token before (DSpark); 0: none
+    confidence: Literal["none", "hidden", "markov"] = "none"  # what the confidence head reads; markov: also that token
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("causal", len(self.causal) == self.layers, f"one for each of {self.layers} layers")
+        self.require("mask_token", self.mask_token < self.vocabulary, f"below vocabulary={self.vocabulary}")
+        self.require("confidence", self.confidence != "markov" or self.markov_rank > 0, "hidden without a Markov head")
+        expected = f"{self.vocabulary} with the target's head"
+        self.require("draft_vocabulary", self.own_head or self.draft_vocabulary == self.vocabulary, expected)
+
+    @property
+    def drafted(self) -> int:
+        """The number of tokens that a pass drafts."""
+        return self.block if self.sample_from_anchor else self.block - 1
+
+
+def change_reading(reading: BlockReading, changes: ReadingChanges, target: PreTrainedConfig) -> BlockReading:
+    """As `apply_changes`; `changes.causal` is of all layers."""
+    causal = reading.causal if changes.causal is None else (changes.causal,) * reading.layers
+    return replace(apply_changes(reading, replace(changes, causal=None), target), causal=causal)

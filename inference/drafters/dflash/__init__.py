@@ -1,0 +1,17 @@
+"""Block drafters: DFlash and DSpark draft a block of tokens in one pass on hidden states of the target."""
+
+from outrider.draft_models.targets.settings import HEAD_FOLDER
+from outrider.inference.settings.kind import Kind
+
+KIND = Kind(
+    "dflash",
+    f"{__name__}.drafter:DFlashPlugin",
+    option="dflash",
+    needs="a directory or Hub name of a DFlash or DSpark drafter",
+    file="config.json",
+    preset="dflash/survival",
+    calibration=HEAD_FOLDER,
+    vllm_method="dflash",
+    layers=True,
+    readings=True,
+)

@@ -1,0 +1,189 @@
+"""A block drafter, DFlash or DSpark, as the drafter: all tokens of a draft come from one pass over a block."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Unpack, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from outrider.draft_models.calibration import META_FILE, drafter_digest
+from outrider.draft_models.dflash import checkpoint
+from outrider.draft_models.dflash.dialects import is_block_drafter, local_name
+from outrider.draft_models.dflash.model import DFlash
+from outrider.draft_models.heads.files import stored_tokens
+from outrider.draft_models.targets.attention import additive_mask
+from outrider.draft_models.targets.open_target import OpenTarget
+from outrider.draft_models.targets.settings import ReadingChanges
+from outrider.draft_models.targets.stack import require_layers
+from outrider.draft_models.targets.target import Mask, Target, TextMasks
+from outrider.draft_models.targets.tensor_files import open_tensors
+from outrider.inference.core.drafter import DraftModel
+from outrider.inference.core.session import Session, View
+from outrider.inference.core.tree import chain_parents
+from outrider.inference.drafters.dflash import KIND
+from outrider.inference.drafters.draft_model import BesideTarget, OnePass
+from outrider.inference.drafters.model_plugin import Calibrated, TrainedDrafterPlugin, without_calibration
+from outrider.inference.drafters.plugin import ModelOptions
+from outrider.inference.engines.packing import lay_out
+from outrider.inference.settings.method import MethodConfig
+
+
+def block_mask(mask: Mask, positions: Tensor, window: int | None, *, causal: bool) -> Mask:
+    """The mask of a layer for a block at `positions` [1, n], whose slots are its positions.
+
+    mask: what the session would give a chain, of the same shape; None: of a single row. Padding rows of a pass of fixed
+    shape stand at the first position, so the largest position is that of the block's last row.
+    """
+    if isinstance(mask, TextMasks):
+        texts = zip(mask.masks, positions.split(mask.rows, dim=1), strict=True)
+        return replace(mask, masks=tuple(block_mask(*text, window, causal=causal) for text in texts))
+    if not isinstance(mask, Tensor):
+        return mask
+    rows = positions[0, :, None]  # [n, 1]
+    columns = torch.arange(mask.shape[-1], device=mask.device)  # [keys]
+    visible = columns <= (rows if causal else rows.max())  # [n or 1, keys]
+    if window is not None:
+        visible = visible & ((columns - rows).abs() < window)
+    return additive_mask(visible.expand(len(rows), -1), mask.dtype)
+
+
+class BlockPasses(BesideTarget):
+    """The passes of a block drafter, in its own session next to the target's (see `OneBlock`).
+
+    The cache holds the context: entry t is the feature of position t. Features of newly accepted positions are pending
+    until the next draft, whose first pass stores them. The second pass runs the block, and its entries are dropped.
+    """
+
+    def __init__(self, drafter: DFlash):
+        self.drafter = drafter
+        self.aux_layers = drafter.reading.taps
+        self.predicted = drafter.draft_tokens
+
+    def begin(self, session: Session) -> None:
+        self.target_session = session
+        self.session = session.require_layers().draft_layers_session(self.drafter)
+        self._aux_hidden = session.aux_hidden(range(len(session.tokens)))  # [1, n, k · H_t] of pending positions
+        self._store_context()
+
+    def _store_context(self) -> None:
+        """Store the pending positions."""
+        drafter, count = self.drafter, self._aux_hidden.shape[1]
+        if not count:
+            return
+
+        def context_pass(aux: Tensor, view: View) -> tuple[Tensor]:
+            features = drafter.features(aux)
+            drafter.store_context(features, view.rotary, view.cache)
+            return (features,)
+
+        self.session.run_rows("context", context_pass, self._aux_hidden, chain_parents(0, count))
+        self.session.commit(range(count))
+        self._aux_hidden = self._aux_hidden[:, :0]
+
+    def run_pass(self, tokens: Tensor) -> Tensor:
+        """Run a block, root and masks [n]; returns the logits of the rows that draft, [n or n − 1, K]."""
+        self._store_context()
+        drafter, spans = self.drafter, self.drafter.reading
+
+        def block_pass(tokens: Tensor, view: View) -> tuple[Tensor, Tensor]:
+            chain, layers = view.masks()[spans.windows[0]], zip(spans.windows, spans.causal, strict=True)
+            by_span = {span: block_mask(chain, view.positions, span[0], causal=span[1]) for span in {*layers}}
+            masks = [by_span[span] for span in zip(spans.windows, spans.causal, strict=True)]
+            hidden = drafter.run(drafter.embed(tokens[None]), masks, view.rotary, view.cache)
+            return hidden, drafter.draft_logits(hidden)
+
+        hidden, logits = self.session.run_rows("block", block_pass, tokens, chain_parents(0, len(tokens)))
+        self.session.first_cache.keep(self.session.base, ())
+        self.session.start_round()
+        first = 0 if spans.sample_from_anchor else 1
+        self.hidden = hidden[0, first:]
+        return logits[0, first:]
+
+    def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
+        return self.run_pass(tokens)
+
+    def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        self._aux_hidden = torch.cat([self._aux_hidden, self.target_session.aux_hidden(rows)], dim=1)
+
+
+class OneBlock(OnePass):
+    """The draft model of DFlash and DSpark (see `draft_models.dflash.model`).
+
+    A pass runs the whole block, as in training, also if fewer tokens are drafted. With a Markov head the logits after a
+    row depend on its token, so that siblings have different children. Their q is that of the row, bias included.
+    """
+
+    def __init__(self, drafter: DFlash):
+        super().__init__(BlockPasses(drafter), drafter.reading.mask_token, drafter.reading.drafted)
+        self.drafter = drafter
+
+    @property
+    def pass_rows(self) -> int:
+        return self.drafter.reading.block
+
+    def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
+        logits = super().extend(tokens, parents)
+        self.hidden = self.drafter.evidence(self.hidden, tokens)
+        return self.drafter.bias(logits, tokens)
+
+
+class DFlashPlugin(TrainedDrafterPlugin[DFlash]):
+    """The model is a `DFlash`.
+
+    changes: overrides of the reading that a file's config declares.
+    """
+
+    kind, record = KIND, checkpoint.TRAINING_FILE
+
+    def __init__(self, changes: ReadingChanges = checkpoint.AS_DECLARED):
+        self.changes = changes
+
+    def read_with(self, changes: ReadingChanges) -> "DFlashPlugin":
+        return DFlashPlugin(changes)
+
+    def is_foreign(self, where: str, target: OpenTarget) -> bool:
+        return not checkpoint.open_drafter(where, target.config, self.changes).made_here
+
+    def is_in(self, folder: str) -> bool:
+        return is_block_drafter(open_tensors(folder).file_of)  # its config may name a causal LM
+
+    def digest(self, where: str) -> str:
+        return drafter_digest(open_tensors(where), self.changes.overrides)
+
+    def load(
+        self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **options: Unpack[ModelOptions]
+    ) -> DFlash:
+        """Without a calibration head, rules that ask for one ask DSpark's confidence head."""
+        if self.asks_head(methods) and not (Path(where) / str(KIND.calibration) / META_FILE).is_file():
+            drafter = self.load_drafter(where, target, **options)
+            if drafter.confidence_head is not None:
+                return cast("DFlash", Calibrated(drafter, drafter.confidence_head))
+        return super().load(where, target, methods, **options)
+
+    def load_drafter(self, where: str, target: OpenTarget, **options: Unpack[ModelOptions]) -> DFlash:
+        return checkpoint.open_drafter(where, target.config, self.changes).load(**options)
+
+    def prepare(self, model: DFlash, target: Target) -> None:
+        drafter = without_calibration(model)
+        drafter.use_target(require_layers(target))
+        lay_out(drafter, target.device)
+
+    def draft_vocabulary(self, where: str) -> Sequence[int] | None:
+        return stored_tokens(where, local_name, by_index=self.changes.draft_ids == "index")
+
+    def empty_model(self, where: str, target: PreTrainedConfig) -> nn.Module:
+        return DFlash(checkpoint.open_drafter(where, target, self.changes).reading, all_tokens=True)
+
+    def vllm_method(self, where: str, target: OpenTarget) -> str | None:
+        return checkpoint.vllm_method(checkpoint.open_drafter(where, target.config, self.changes).reading)
+
+    def export(self, where: str, target: OpenTarget, dtype: torch.dtype, folder: Path) -> None:
+        stored = checkpoint.open_drafter(where, target.config, self.changes)
+        made_here = stored.made_here and not self.changes.overrides
+        checkpoint.save_drafter(folder, stored.load(dtype), target.config, made_here=made_here)
+
+    def draft_model(self, model: DFlash, method: MethodConfig) -> DraftModel:
+        return OneBlock(model)
