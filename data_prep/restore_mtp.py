@@ -19,6 +19,7 @@ from torch import Tensor
 from outrider.base.errors import UserError, require
 from outrider.base.files import read_mapping, require_writable, write_atomically, write_json
 from outrider.base.processes import from_main, join_processes, only_run_of
+from outrider.base.run_dirs import HOLDER_FILE, LOCK_FILE
 from outrider.base.words import list_words
 from outrider.data_prep.settings import RestoreConfig
 from outrider.data_prep.targets import RECORD_FILE, require_same_conversion
@@ -31,6 +32,7 @@ from outrider.draft_models.targets.open_target import read_config
 from outrider.draft_models.targets.tensor_files import find_file
 
 SHARD = "model-mtp.safetensors"  # llama.cpp's converter reads files that begin with "model" alone
+_WRITTEN = (CONFIG_FILE, RECORD_FILE, LOCK_FILE, HOLDER_FILE)
 _WEIGHTS = (".safetensors", ".bin", ".gguf", ".pth", ".index.json")  # ends of files that are not copied
 # Fields of config.json that a fine-tuning may change without another head.
 _FREE = {*DECLARED_BY, "vocab_size", "tie_word_embeddings", "max_position_embeddings"}
@@ -48,11 +50,8 @@ def restore_mtp(config: RestoreConfig) -> None:
 
 def _restore(config: RestoreConfig, folder: Path) -> None:
     head = _require_head(config)
-    identity: dict[str, object] = {
-        "target": config.target,
-        "base": config.base,
-        "head": head.files.digests(head.files.file_of),
-    }
+    identity: dict[str, object] = {"target": config.target, "base": config.base}
+    identity["head"] = head.files.digests(head.files.file_of)
     require_same_conversion(folder, identity, config.resume)
     if (folder / CONFIG_FILE).exists():
         print(f"{folder}: finished already")
@@ -64,7 +63,7 @@ def _restore(config: RestoreConfig, folder: Path) -> None:
     weight_map = {**file_of, **dict.fromkeys(tensors, SHARD)}
     write_json(folder / SAFETENSORS.index, {"metadata": {}, "weight_map": weight_map})
     for path in model.iterdir():
-        if path.is_file() and path.name != CONFIG_FILE and not path.name.endswith(_WEIGHTS):
+        if path.is_file() and path.name not in _WRITTEN and not path.name.endswith(_WEIGHTS):
             shutil.copyfile(path, folder / path.name)
     write_json(folder / CONFIG_FILE, declare_head(model / CONFIG_FILE, find_file(config.base, CONFIG_FILE, None)))
     print(f"restore_mtp out_dir={folder} spelling={head.spelling} tensors={len(tensors)}; examine it by "

@@ -132,7 +132,7 @@ class DFlash(DraftHead):
     def use_target(self, stack: "LayerStack") -> None:
         """Share what the drafter lacks with its target: the embedding, and the head."""
         if not self.reading.own_embedding:
-            self.use_embedding(stack.embed_tokens.weight)
+            self.use_embedding_of(stack)
         if not self.reading.own_head:
             self.use_head(stack.head)
 

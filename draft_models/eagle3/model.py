@@ -238,7 +238,7 @@ class Eagle3(DraftHead):
     def use_target(self, stack: "LayerStack") -> None:
         """Share what the head lacks with its target: the embedding, and the head's rows."""
         if not self.reading.own_embedding:
-            self.use_embedding(stack.embed_tokens.weight)
+            self.use_embedding_of(stack)
         if not self.reading.own_head:
             self.use_head(stack.head.weight)
 

@@ -1,7 +1,8 @@
 """The modules that draft heads share: attention, an MLP, rotary tables, and what every head has besides its layers."""
 
-from collections.abc import Mapping
-from typing import Any, Self, cast
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +13,12 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 from outrider.base.errors import UserError, reason
 from outrider.draft_models.heads.sizes import HeadSizes
 from outrider.draft_models.targets.attention import grouped_attention
+from outrider.draft_models.targets.coded import CodedEmbedding
 from outrider.draft_models.targets.narrowed import spread_logits
 from outrider.draft_models.targets.target import Mask, Rotary
+
+if TYPE_CHECKING:
+    from outrider.draft_models.targets.stack import LayerStack
 
 
 class HeadAttention(nn.Module):
@@ -89,7 +94,7 @@ class DraftHead(nn.Module):
         tokens = None if all_tokens else torch.empty(sizes.draft_vocabulary, dtype=torch.long, device="meta")
         self.register_buffer("draft_tokens", tokens)
         self.vocabulary = sizes.vocabulary
-        self.shared_embedding: list[Tensor] = []
+        self.shared_embedding: list[Callable[[Tensor], Tensor]] = []
         self._rotary = [_rotary_of(sizes)]  # in a list, so that its frequencies stay in float32
         self.register_buffer("cos", torch.empty(0), persistent=False)
         self.register_buffer("sin", torch.empty(0), persistent=False)
@@ -127,11 +132,20 @@ class DraftHead(nn.Module):
 
     def use_embedding(self, weight: Tensor) -> None:
         """Share the target's embedding [V, H], unscaled (only if the head has none)."""
-        self.shared_embedding = [weight]
+        self.shared_embedding = [partial(F.embedding, weight=weight)]
+
+    def use_embedding_of(self, stack: "LayerStack") -> None:
+        """Share the embedding of a target, whose rows may be codes, unscaled (only if the head has none)."""
+        table = stack.embed_tokens
+        if isinstance(table, CodedEmbedding):
+            self.shared_embedding = [table]
+        else:
+            self.use_embedding(table.weight)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens [...] → their embeddings [..., H]."""
-        return F.embedding(tokens, self.shared_embedding[0] if self.embed_tokens is None else self.embed_tokens.weight)
+        embedding: Tensor = (self.embed_tokens or self.shared_embedding[0])(tokens)
+        return embedding
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """The output of the layers [..., H] → logits over the draft vocabulary [..., V_d]."""

@@ -43,12 +43,7 @@ class MtpHead(Eagle3):
     def use_target(self, stack: "LayerStack") -> None:
         """Share the target's final norm, embedding and head, which stay the target's own modules."""
         self._target = [stack]
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """tokens [...] → their embeddings [..., H]."""
-        table: nn.Module = self._target[0].embed_tokens if self.embed_tokens is None else self.embed_tokens
-        embedding: Tensor = table(tokens)
-        return embedding
+        self.use_embedding_of(stack)
 
     def features(self, aux: Tensor) -> Tensor:
         """aux [B, Q, H], the target's hidden state before its final norm → features [B, Q, H]."""

@@ -53,6 +53,7 @@ def read_all(path: Path) -> dict[str, Tensor]:
 def test_the_copy_has_both_models_tensors(base: Path, tmp_path: Path, shard: str) -> None:
     """Bit for bit; the shards are links. transformers and this runtime load the copy, and its config declares it."""
     target = fine_tuned(tmp_path, shard=shard)
+    (target / "convert_target.json").write_text("{}")  # it was converted itself
     out = restored(base, target)
     torch.testing.assert_close(read_all(out), {**read_all(target), **HEAD}, rtol=0, atol=0)
     shards = [file for file in out.glob("*.safetensors") if file.name != SHARD]
@@ -65,6 +66,7 @@ def test_the_copy_has_both_models_tensors(base: Path, tmp_path: Path, shard: str
     assert open_mtp(str(out), config).dialect == "qwen"
     loaded, tuned = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (out, target))
     torch.testing.assert_close(loaded, tuned, rtol=0, atol=0)
+    assert restored(base, target, resume=True) == out
     assert open_target(str(out)).tokenizer("abc") == open_target(str(target)).tokenizer("abc")
 
 

@@ -237,6 +237,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Target]:
 @pytest.fixture
 def asked(make: Callable[..., Target]) -> list[Asked]:
     kinds = [None, None, "early_exit", "early_exit", "small_lm", "small_lm", "lookup", "eagle3", "eagle3", "lookup"]
+    kinds += ["mtp", "mtp"]
     target = make("llama", torch.float32)
     return [Asked(target, n, kind, ["chain", "opt_tree"][n % 2]) for n, kind in enumerate(kinds)]
 
@@ -498,8 +499,8 @@ def test_a_pass_that_fails_ends_its_texts_and_one_too_large_for_memory_is_halved
         return pass_(x, view)
 
     found = decode_together(asked, 10, Planted(broken))
-    assert different(asked, found) == [one for one in asked if one.kind == "eagle3"]
-    assert [str(own.ended) for own in found if own.ended != [None]] == ["[RuntimeError('broken')]"] * 2
+    assert different(asked, found) == [one for one in asked if one.kind in ("eagle3", "mtp")]
+    assert [str(own.ended) for own in found if own.ended != [None]] == ["[RuntimeError('broken')]"] * 4
 
 
 def test_a_text_that_is_too_large_for_memory_fails_alone(asked: list[Asked]) -> None:

@@ -13,11 +13,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import outrider
+from outrider.draft_models.eagle3.checkpoint import save_head
 from outrider.draft_models.mtp.checkpoint import open_mtp
 from outrider.draft_models.mtp.model import MtpHead
 from outrider.draft_models.targets.open_target import load_config
 from outrider.draft_models.targets.settings import ReadingChanges
 from outrider.draft_models.targets.stack import LayerStack
+from outrider.draft_models.tiny.models import save_tiny_mtp, tiny_head
 from outrider.inference.core.target_session import Runtime
 from outrider.inference.drafters.eagle3.drafter import Eagle3DraftModel
 from outrider.inference.evaluate.evaluation import evaluate
@@ -26,6 +28,7 @@ from outrider.inference.settings.kinds import KINDS, kind_in, presets_of
 from outrider.inference.settings.method import MethodConfig, StopConfig
 from tests.eagle3_heads import Row
 from tests.faults import plant
+from tests.gguf_files import save_plain_target, write_gguf
 from tests.inference.drafters.test_eagle3 import drafts, graphed
 from tests.mtp_heads import FAMILIES, head_weights, reference, stored_tensors, write_head
 from tests.refusals import refusal
@@ -142,6 +145,22 @@ def test_the_targets_own_head_drafts(target: Path, tmp_path: Path, capsys: pytes
     assert decoder.generate("once upon a time", max_new_tokens=12) == answer
 
 
+@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
+def test_a_target_as_its_file_stores_it_shares_embedding_and_head(tmp_path: Path, kind: str) -> None:
+    """Its embedding, whose rows are codes, has no weight."""
+    path, where = write_gguf(save_plain_target(tmp_path / "plain"), tmp_path / "target.gguf", "Q8_0"), tmp_path / "head"
+    config = load_config(str(path))
+    if kind == "mtp":
+        save_tiny_mtp(where, config)
+    else:
+        save_head(where, tiny_head(config), "specforge", config, str(path))
+    drafting = config_for(path, tmp_path / "out", mtp=str(where))
+    evaluate(replace(drafting, **{"mtp": None, kind: str(where)}, methods={"m": MethodConfig(kind)}))
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    assert report["lossless"]["identical"] == report["lossless"]["checked"] == 2
+    assert report["drafted_tokens_per_round"] > 1
+
+
 def test_a_resumed_run_has_the_same_head(target: Path, tmp_path: Path) -> None:
     alone = write_head(tmp_path / "alone", "qwen", stored_tensors("qwen", head_weights(FAMILIES["gguf"]), offset=0.0))
     evaluate(config_for(target, tmp_path / "out", mtp=alone))
@@ -171,4 +190,7 @@ def test_settings_of_a_head(target: Path, tmp_path: Path) -> None:
     lookup = {"m": MethodConfig("prompt_lookup")}
     changed = ReadingChanges(hidden_first=True)
     refusal("reading.hidden_first", EvaluateConfig, target="t", methods=lookup, reading=changed)
+    refusal(
+        "mtp='target': expected a directory of that revision", config_for, "o/n", tmp_path, mtp="target", revision="a"
+    )
     refusal("mtp='target'|target: missing", EvaluateConfig, mtp="target", methods=lookup)
