@@ -90,6 +90,7 @@ _FIELDS: dict[str, tuple[str, ...]] = {  # by the name of a command: the other f
         "train.finetune_drafter:finetune_drafter",
     ),
     "eagle3": ("train.settings.drafters:Eagle3Config", "train an EAGLE-3 head", "train.eagle3:train_eagle3"),
+    "dspark": ("train.settings.drafters:DSparkConfig", "train a DSpark drafter", "train.dspark:train_dspark"),
     "build_trigrams": (
         "data_prep.settings:TrigramConfig", "count a corpus into an n-gram table",
         "data_prep.ngrams.building:build_table",

@@ -2,7 +2,7 @@
 
     python train/eagle3.py target=MODEL data=ultrachat
 
-`train_eagle3` is the whole training, `Eagle3Student.forward` its step with the loss. The loop around the step is
+`train_eagle3` is the whole training, `HeadStudent.forward` its step with the loss. The loop around the step is
 train/core/loop.py.
 """
 
@@ -13,7 +13,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
 import copy
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -26,16 +26,12 @@ from transformers import PreTrainedConfig
 
 from outrider.base.errors import UserError, warn
 from outrider.base.processes import say
-from outrider.base.progress import track_progress
 from outrider.base.streams import Streams
 from outrider.data_prep.text.rows import PackedRows, load_rows
-from outrider.draft_models.acceptance import acceptance_by_target, argmax_and_acceptance, tau_of_rounds
-from outrider.draft_models.draft_vocabulary import draft_indices
 from outrider.draft_models.eagle3 import checkpoint as heads
 from outrider.draft_models.eagle3.dialects import require_expressible
 from outrider.draft_models.eagle3.model import Eagle3, Mask, Steps
 from outrider.draft_models.eagle3.reading import Reading, new_reading
-from outrider.draft_models.losses import PLAIN, head_product, linear_cross_entropy, linear_divergence
 from outrider.draft_models.targets.attention import packed_band
 from outrider.draft_models.targets.fingerprint import model_identity
 from outrider.draft_models.targets.model_files import layer_stack
@@ -44,17 +40,16 @@ from outrider.draft_models.targets.stack import LayerStack
 from outrider.inference.drafters.eagle3.drafter import Eagle3DraftModel
 from outrider.inference.loading.memory_plan import Plan
 from outrider.train.core.driver import training_run
-from outrider.train.core.training import Batch, FitResult, Metrics, Student
+from outrider.train.core.training import FitResult, Metrics
 from outrider.train.parts.drafter import frozen_dtype, pick_tokens, require_context, write_records
-from outrider.train.parts.heldout import WATCHED_DRAFT, Decoding, acceptance_of_drafts, batches_of
+from outrider.train.parts.head_student import HeadStudent, score_steps
+from outrider.train.parts.heldout import Decoding, batches_of
 from outrider.train.parts.memory import empty_target, fit_memory
 from outrider.train.parts.on_policy import draw_depths
-from outrider.train.parts.position_weights import Slots, cat_weights, dpace_weights, probabilities_of
-from outrider.train.parts.steps import Predictions, QueriesAt, loss_mask_per_step, positions_to_run
+from outrider.train.parts.position_weights import Product
+from outrider.train.parts.steps import WATCHED_DRAFT, Predictions, QueriesAt, positions_to_run
 from outrider.train.parts.target_states import FEATURES, add_states
 from outrider.train.settings.drafters import Eagle3Config
-
-BATCH = ("input_ids", "labels", "positions", "documents")
 
 
 def train_eagle3(config: Eagle3Config) -> None:
@@ -148,117 +143,42 @@ def build_student(
     return Eagle3Student(stack, head, config)
 
 
-class Eagle3Student(Student):
-    """A head that learns in float32, on the frozen layers of a whole target: training-time test.
+class Eagle3Student(HeadStudent):
+    """A head that learns by training-time test.
 
-    Step t of `steps` predicts token j at position j − 2 − t of its document: step 0 from the target's feature there and
-    the token after it, later steps from the previous step's output there and the next token of the text. So every token
-    is predicted `steps` times, by drafts that began 0, 1, … tokens earlier. The weight of a step is `step_decay` times
-    that of the previous step, and all weights sum to 1. With `keep` step t is drawn to run at a share of keep^t of the
-    positions, with 1 / keep^t times the weight. So the expected loss and gradient are those of all positions.
-    With position_weights=none each step has the weight 1 / `steps`; cat and dpace multiply that by weights of slots.
+    Step 0 runs on the target's feature and the token after it, later steps on the previous step's output at the same
+    position and the next token of the text. With `keep` step t is drawn to run at a share of keep^t of the positions.
     """
 
-    step_weights: Tensor  # [steps]
+    head: Eagle3
 
     def __init__(self, stack: LayerStack, head: Eagle3, config: Eagle3Config) -> None:
-        super().__init__()
-        self.stack, self.head = stack.requires_grad_(False), head.float().requires_grad_(True)
-        self.objective, self.steps, self.keep = config.objective, config.draft_steps, config.keep
-        self.seed, self.recomputes = config.fit.seed, False
-        self.position_weights = config.position_weights
-        decay = config.step_decay if self.position_weights == "decay" else 1.0
-        weights = torch.tensor([decay**step for step in range(self.steps)], device=stack.device)  # [steps]
-        shares = self.keep ** torch.arange(self.steps, device=stack.device)
-        self.register_buffer("step_weights", weights / weights.sum() / shares, persistent=False)
+        steps = config.draft_steps
+        super().__init__(stack, head, config, steps, [config.keep**step for step in range(steps)])
+        self.keep, self.recomputes = config.keep, False
         head.lm_head.requires_grad_(config.train_head)
-        if head.embed_tokens is not None:
-            head.embed_tokens.requires_grad_(False)
 
     def gradient_checkpointing_enable(self) -> None:
         """Store the output of each step and recompute its activations in the backward pass."""
         self.recomputes = True
 
     @property
-    def saved_part(self) -> Eagle3:
-        """The head, whose matrix of logits and embedding may be frozen."""
-        return self.head
+    def taps(self) -> tuple[int, ...]:
+        return self.head.reading.taps
 
-    def forward(
-        self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor, states: Tensor | None = None
-    ) -> dict[str, Tensor]:
-        """{"loss_sum"} over supervised positions. All arguments are [B, T] (see `data_prep.text.rows`).
+    def draw(self, loss_mask: Tensor, input_ids: Tensor) -> Tensor:
+        if self.keep == 1:
+            return loss_mask
+        return loss_mask & draw_depths(self.keep, self.steps, self.seed, self.step, input_ids)
 
-        states: the output of `target_states` for them; None: the target runs.
-        """
-        if states is None:
-            states = self.target_states(input_ids, positions, documents)  # [B, T, k + 1, H_t]
-        aux, final = states.to(self.stack.dtype).split([states.shape[2] - 1, 1], 2)
-        tokens = self.head.draft_tokens if self.objective == "cross_entropy" else None
-        draft_labels = draft_indices(labels, tokens, self.head.reading.vocabulary)
-        loss_mask = loss_mask_per_step(draft_labels, documents, self.steps)  # [B, T, steps]
-        if self.keep < 1:
-            loss_mask &= draw_depths(self.keep, self.steps, self.seed, self.step, input_ids)
-        predictions = self.unroll(input_ids, positions, documents, aux.flatten(2), loss_mask)
-        loss_weights = self.weigh(predictions, final[:, :, 0], labels)  # [n]
-        return {"loss_sum": self.loss(predictions, final[:, :, 0], labels, loss_weights)}
-
-    def weigh(self, predictions: Predictions, target: Tensor, labels: Tensor) -> Tensor:
-        """The weights [n] of the predictions. target, labels: see `loss`."""
-        steps, loss_weights, head = predictions.steps, self.step_weights[predictions.steps], self.head  # [n] each
-        if self.position_weights == "decay" or self.position_weights == "none":
-            return loss_weights
-        slots = Slots(self.position_weights, predictions.labels - steps, steps, self.steps, labels.shape)
-        if slots.kind == "cat":
-            product = head_product(self.stack.head, target)
-            return loss_weights * cat_weights(slots, probabilities_of(labels, product, self.stack.spec.logits))
-        product = head.normalise(predictions.hidden), head.lm_head.weight
-        q = probabilities_of(self.classes(predictions, labels), product, PLAIN)  # [n]
-        return loss_weights * dpace_weights(slots, q, torch.ones_like(steps, dtype=torch.bool))
-
-    def classes(self, predictions: Predictions, labels: Tensor) -> Tensor:
-        """The labels [n] of the predictions as indices into the draft vocabulary, `IGNORE` outside it."""
-        head, flat_labels = self.head, labels.flatten()
-        return draft_indices(flat_labels[predictions.labels], head.draft_tokens, head.reading.vocabulary)
-
-    def loss(self, predictions: Predictions, target: Tensor, labels: Tensor, loss_weights: Tensor | None) -> Tensor:
-        """The loss summed over n predictions, weighted by `loss_weights` [n].
-
-        target [B, T, H_t]: the target's states after its final norm. labels [B, T].
-        """
-        head = self.head
-        hidden, matrix = head.normalise(predictions.hidden), head.lm_head.weight  # [n, H], [V', H]
-        if self.objective == "cross_entropy":
-            return linear_cross_entropy(hidden, matrix, self.classes(predictions, labels), shares=loss_weights)
-        positions, owners = predictions.labels.unique_consecutive(return_inverse=True)
-        products = (hidden, matrix, *head_product(self.stack.head, target.flatten(0, 1)[positions]))
-        rule, weights = self.stack.spec.logits, {"owners": owners, "shares": loss_weights}
-        return linear_divergence(*products, None, self.objective, target_rule=rule, tokens=head.draft_tokens, **weights)
-
-    @torch.no_grad()
-    def target_states(self, input_ids: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
-        """The target's k aux hidden states and, last, its states after the final norm: [B, T, k + 1, H_t]."""
-        stack, aux_layers = self.stack, self.head.reading.taps
-        with torch.autocast(input_ids.device.type, enabled=False):
-            stack.reserve(positions.shape[1])
-            hidden, rotary = stack.embed(input_ids, positions), stack.rotary(positions)
-            masks = stack.packed_masks(documents)
-            hidden, aux = stack.run_with_aux(hidden, 0, len(stack.layers), rotary, masks, aux_layers)
-            return torch.stack([*aux, stack.norm(hidden)], 2)
-
-    def states_of(self, batch: Batch) -> Tensor:
-        """`target_states` of a batch on any device."""
-        inputs = (batch[name].to(self.stack.device) for name in ("input_ids", "positions", "documents"))
-        return self.target_states(*inputs)
+    def product(self, predictions: Predictions, input_ids: Tensor) -> Product:
+        return self.head.normalise(predictions.hidden), self.head.lm_head.weight  # [n, H], [V', H]
 
     def unroll(
         self, input_ids: Tensor, positions: Tensor, documents: Tensor, aux: Tensor, loss_mask: Tensor
     ) -> Predictions:
-        """The head's predictions where `loss_mask`, bool [B, T, steps], of packed rows [B, T].
-
-        aux [B, T, k · H_t]: the target's aux hidden states. Step 0 runs at all positions, to which later steps attend,
-        and a later one where it or one after it has a loss.
-        """
+        """Step 0 runs at all positions, to which later steps attend, and a later one where it or one after it has a
+        loss."""
         head, (count, length, steps) = self.head, loss_mask.shape
         head.reserve(length + steps)
         if input_ids.device.type == "cpu":  # as one row, since attention goes from document to document
@@ -313,53 +233,6 @@ def make_evaluation(
         return score_steps(student, batches, steps) | decoding(student.stack, Eagle3DraftModel(head))
 
     return evaluate
-
-
-def score_steps(student: Eagle3Student, batches: Sequence[Batch], steps: int) -> Metrics:
-    """The metrics of `student` on `batches` of rows.
-
-    loss_<i>, agree_<i>: for the i-th token of a draft, the loss and the share of positions where the head's most likely
-    token is the target's. tau_analytic: the expected τ of sampling (see `expected_tau`).
-    """
-    scores = [
-        score_batch(student, batch, steps) for batch in track_progress(batches, "judging held-out text", "batches")
-    ]
-    metrics = Metrics()
-    for i, (count, loss, right) in enumerate(torch.stack([sums for sums, _ in scores]).sum(0).tolist(), 1):
-        if count:
-            metrics |= {f"loss_{i}": loss / count, f"agree_{i}": right / count}
-    rounds = torch.cat([tau_of_rounds(acceptance_of_drafts(accepted)) for _, accepted in scores])
-    return metrics | ({"tau_analytic": rounds.double().mean().item()} if len(rounds) else {})
-
-
-@torch.no_grad()
-def score_batch(student: Eagle3Student, batch: Batch, steps: int) -> tuple[Tensor, Tensor]:
-    """The head's results on a batch of rows in each of `steps` steps.
-
-    Returns float64 [steps, 3]: the number of predictions, the loss summed over them, and how many have the target's
-    most likely token as theirs; and the acceptance probability, by the position of the label, [B, T, steps], NaN
-    where there is no prediction.
-    """
-    stack, head = student.stack, student.head
-    input_ids, labels, positions, documents = (batch[name].to(stack.device) for name in BATCH)
-    target_states = student.target_states(input_ids, positions, documents)
-    loss_mask = loss_mask_per_step(labels, documents, steps)
-    predictions = student.unroll(input_ids, positions, documents, target_states[:, :, :-1].flatten(2), loss_mask)
-    flat, owners = predictions.labels.unique_consecutive(return_inverse=True)
-    target, logits = target_states[:, :, -1].flatten(0, 1)[flat], stack.logits_after_norm
-    choices, accepted = argmax_and_acceptance(
-        head.logits, predictions.hidden, acceptance_by_target(logits, target[owners])
-    )
-    assert accepted is not None
-    by_label = accepted.new_full((labels.numel(), steps), torch.nan)
-    by_label[predictions.labels, predictions.steps] = accepted
-    right, sums = choices == argmax_and_acceptance(logits, target, None)[0][owners], list[Tensor]()
-    for step in range(steps):
-        in_step = predictions.steps == step
-        part = Predictions(*(values[in_step] for values in predictions))
-        loss = student.loss(part, target_states[:, :, -1], labels, None)
-        sums.append(torch.stack([in_step.sum(), loss.double(), (right & in_step).sum()]))
-    return torch.stack(sums).cpu(), by_label.unflatten(0, labels.shape)
 
 
 # --- what is saved, and the memory

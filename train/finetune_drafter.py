@@ -29,7 +29,7 @@ from outrider.draft_models.targets.fingerprint import model_identity
 from outrider.draft_models.targets.model_files import empty_model, layer_stack
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.narrowed import DraftVocabulary
-from outrider.draft_models.targets.open_target import OpenTarget, pick_dtype, special_tokens, stored_dtype
+from outrider.draft_models.targets.open_target import OpenTarget, pick_dtype, stored_dtype
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.draft_models.targets.unseen_target import open_given
@@ -47,7 +47,7 @@ from outrider.train.parts.initial_lm import drafter_config, read_finished_vocabu
 from outrider.train.parts.memory import fit_memory
 from outrider.train.parts.objective import draft_loss, load_taught_rows
 from outrider.train.parts.on_policy import OnPolicy
-from outrider.train.parts.parallel import ONE_A_PASS, DraftRows, Parallel
+from outrider.train.parts.parallel import ONE_A_PASS, DraftRows, Parallel, unused_token
 from outrider.train.parts.recorded_answers import are_greedy, recorded_texts
 from outrider.train.settings.drafters import FinetuneConfig
 
@@ -109,17 +109,12 @@ def choose_parallel(
 ) -> Parallel:
     """How many tokens the small LM `drafter` is to draft in one pass, and by which mask.
 
-    Its mask is a finished one's, or a token that no text has: of the target's `rows` the first beyond the tokenizer's,
-    else the last added one that is neither special nor in the chat template. Raises `UserError` if there is none.
+    Its mask is a finished one's, or a token that no text has. Raises `UserError` if there is none.
     """
     if not config.parallel:
         return ONE_A_PASS
     mask, _ = small_lm.pass_tokens_of(drafter)
-    if mask is None:
-        used, template = {*special_tokens(tokenizer).values()}, str(tokenizer.chat_template)
-        added = [i for i, token in tokenizer.added_tokens_decoder.items() if token.content not in template]
-        beyond = 1 + max(tokenizer.get_vocab().values())  # ids may have gaps
-        mask = beyond if beyond < rows else max((i for i in added if i < rows and i not in used), default=rows)
+    mask = unused_token(tokenizer, rows) if mask is None else mask
     config.require("parallel", mask < rows, f"0, as every token of {config.target or config.tokenizer} may be text")
     return Parallel(config.parallel, mask, config.fit.seed, config.position_weights)
 

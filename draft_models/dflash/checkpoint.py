@@ -26,8 +26,10 @@ from outrider.draft_models.heads.files import (
     require_shapes,
     written_facts,
 )
+from outrider.draft_models.heads.initial import initial_weights
 from outrider.draft_models.heads.sizes import require_fitting_target
 from outrider.draft_models.targets.settings import DFLASH, ReadingChanges
+from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.tensor_files import find_file
 
 MASK_FILE = "mask_embedding.pt"
@@ -100,6 +102,14 @@ Outrider:
 ```
 evaluate-checkpoint target={target:option} dflash={path:option}
 ```"""
+
+
+def new_drafter(reading: BlockReading, stack: LayerStack, tokens: Tensor | None, seed: int) -> DFlash:
+    """The drafter before training (see `initial_weights`). Its Markov head begins without a bias."""
+    weights = initial_weights(reading, drafter_shapes(reading), stack, tokens, seed)
+    if reading.markov_rank:
+        weights["markov_head.markov_w2.weight"].zero_()
+    return DFlash.of(reading, weights)
 
 
 def save_drafter(path: Path, drafter: DFlash, target: PreTrainedConfig, *, made_here: bool = True) -> None:

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from outrider.draft_models.dflash.packed import PackedBlocks
 from outrider.draft_models.dflash.reading import BlockReading
 from outrider.draft_models.heads.layers import DraftHead, HeadAttention, head_mlp
-from outrider.draft_models.targets.target import LayerCache, Mask, Rotary
+from outrider.draft_models.targets.target import Band, LayerCache, Mask, Rotary
 
 if TYPE_CHECKING:
     from outrider.draft_models.targets.stack import LayerStack
@@ -47,7 +48,11 @@ class BlockAttention(HeadAttention):
     def forward(self, x: Tensor, mask: Mask, rotary: Rotary, cache: LayerCache) -> Tensor:
         """x [B, Q, H] → [B, Q, H]."""
         query = self.rotate(self.q_norm(self.split_heads(self.q_proj(x))), rotary)
-        return self.attend(query, *self.store(x, rotary, cache), mask)
+        entries = self.store(x, rotary, cache)
+        if isinstance(cache, PackedBlocks):
+            assert isinstance(mask, Band)
+            return cast("Tensor", self.o_proj(cache.attend(self, query, entries, mask, self.layer_idx).flatten(2)))
+        return self.attend(query, *entries, mask)
 
     def rotate(self, x: Tensor, rotary: Rotary) -> Tensor:
         """As `HeadAttention.rotate`. Neighbours that rotate together first move half a head apart, in queries and keys

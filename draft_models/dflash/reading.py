@@ -7,7 +7,7 @@ from annotated_types import Ge
 from transformers import PreTrainedConfig
 
 from outrider.base.settings import Positive
-from outrider.draft_models.heads.sizes import HeadSizes, apply_changes
+from outrider.draft_models.heads.sizes import HeadSizes, apply_changes, sizes_for
 from outrider.draft_models.targets.settings import ReadingChanges
 
 
@@ -45,3 +45,27 @@ def change_reading(reading: BlockReading, changes: ReadingChanges, target: PreTr
     """As `apply_changes`; `changes.causal` is of all layers."""
     causal = reading.causal if changes.causal is None else (changes.causal,) * reading.layers
     return replace(apply_changes(reading, replace(changes, causal=None), target), causal=causal)
+
+
+def new_reading(
+    target: PreTrainedConfig,
+    *,
+    taps: tuple[int, ...],
+    layers: int,
+    block: int,
+    mask_token: int,
+    markov_rank: int,
+    draft_vocabulary: int | None,
+    intermediate: int | None,
+) -> BlockReading:
+    """The reading of a DSpark drafter to be trained for `target`, a config (see `sizes_for`), as vLLM and llama.cpp
+    load it: with norms of queries and keys. Raises `UserError` for impossible values."""
+    return BlockReading(
+        **sizes_for(target, taps, layers, draft_vocabulary, intermediate),
+        head_norms=True,
+        block=block,
+        mask_token=mask_token,
+        sample_from_anchor=True,
+        causal=(False,) * layers,
+        markov_rank=markov_rank,
+    )

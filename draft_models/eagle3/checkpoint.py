@@ -43,6 +43,7 @@ from outrider.draft_models.heads.files import (
     require_shapes,
     written_facts,
 )
+from outrider.draft_models.heads.initial import initial_weights
 from outrider.draft_models.heads.sizes import apply_changes, require_fitting_target
 from outrider.draft_models.targets.model_files import empty_model
 from outrider.draft_models.targets.settings import EAGLE3, Dialect, ExportDialect, ReadingChanges, WrittenDialect
@@ -116,26 +117,9 @@ def head_shapes(reading: Reading, module: type[Eagle3] = Eagle3) -> dict[str, tu
     return {name: tuple(weight.shape) for name, weight in weights.items()}
 
 
-@torch.no_grad()
 def new_head(reading: Reading, stack: LayerStack, tokens: Tensor | None, seed: int) -> Eagle3:
-    """The head before training, in float32 on the target's device: a deterministic function of its arguments.
-
-    tokens [k]: the draft vocabulary; None: all. The logits' matrix and norm are initialised from the target: rows of
-    its head, and the scale of its last norm. Other matrices preserve the magnitude of their input.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    weights: dict[str, Tensor] = {}
-    for name, shape in head_shapes(reading).items():
-        weight = torch.randn(shape, generator=generator) * shape[-1] ** -0.5 if len(shape) == 2 else torch.ones(shape)
-        weights[name] = weight.to(stack.device)
-    rows = stack.head.weight[: reading.vocabulary] if tokens is None else stack.head.weight[tokens]
-    weights["lm_head.weight"] = rows.detach().float().clone()  # a copy: the target keeps its own
-    signs = torch.ones(reading.hidden, dtype=stack.dtype, device=stack.device)
-    signs[::2] = -1  # mean 0 and mean square 1, so that no norm rescales them
-    weights["norm.weight"] = (stack.norm(signs) * signs).float()  # not read: some norms multiply by 1 + their weight
-    if tokens is not None:
-        weights[DRAFT_TOKENS] = tokens.to(stack.device)
-    return Eagle3.of(reading, weights)
+    """The head before training (see `initial_weights`)."""
+    return Eagle3.of(reading, initial_weights(reading, head_shapes(reading), stack, tokens, seed))
 
 
 def dialect_name(name: str, dialect: Dialect) -> str:

@@ -14,7 +14,6 @@ positions of a step after step 0. So a step can leave out positions, which later
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -24,15 +23,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from outrider.draft_models.eagle3.reading import Reading
+from outrider.draft_models.heads.joint import KeysValues, attend_jointly
 from outrider.draft_models.heads.layers import DraftHead, HeadAttention, head_mlp
 from outrider.draft_models.targets.attention import grouped_attention
 from outrider.draft_models.targets.target import Band, LayerCache, Mask, Masks, Rotary
 
 if TYPE_CHECKING:
     from outrider.draft_models.targets.stack import LayerStack
-
-KeysValues = tuple[Tensor, Tensor]  # keys and values, [B, Hk, N, D] of a step
-EXTRA = 8  # columns that `_add_key` adds; fused kernels prefer widths that are multiples of this
 
 
 class Steps:
@@ -86,47 +83,6 @@ class Steps:
         if picks is None:
             return entries
         return F.embedding(picks, entries.flatten(0, 1).flatten(1)).unflatten(-1, entries.shape[2:])
-
-
-def attend_jointly(
-    module: nn.Module, query: Tensor, joint: KeysValues, local: KeysValues, mask: Band, scaling: float
-) -> Tensor:
-    """One softmax over the `joint` entries, by `mask`, and the entries `local` of the query's position: [B, N, H, D].
-
-    query [B, H, N, D]; local: keys and values [B, N, Hk, steps, D]. The local entries of a position act as one
-    additional key. The additional key's score is the logsumexp of the local scores, and its value is the mean of the
-    local values, weighted by the softmax of the local scores. So the score matrix is hardly larger than for `joint`.
-    """
-    exact = torch.promote_types(query.dtype, torch.float32)  # float32 or better
-    with torch.autocast(query.device.type, enabled=False):
-        grouped = query.transpose(1, 2).unflatten(2, (joint[0].shape[1], -1)).to(exact)
-        scores = grouped @ local[0].to(exact).mT * scaling  # [B, N, Hk, H / Hk, steps]
-        mean = (scores.softmax(-1) @ local[1].to(exact)).flatten(2, 3)
-    wide = _add_key(query, *joint, scores.logsumexp(-1).flatten(2).transpose(1, 2) / scaling)
-    out, _ = grouped_attention(module, *wide, replace(mask, front=1), scaling=scaling)
-    attended, weight = out[..., :-EXTRA], out[..., -EXTRA, None]  # [B, N, H, D], [B, N, H, 1]
-    return attended + weight * mean.to(out.dtype)
-
-
-def _add_key(query: Tensor, key: Tensor, value: Tensor, score: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value, `EXTRA` columns wider, with an additional first key whose scores are `score` [B, H, T].
-
-    In the additional columns the first key is (1, 1, 0, …) and a query is (rounded score, remainder, 0, …): the score
-    alone would err by 0.4 % in 16 bits. The first key's value is 1 in the first additional column, where other values
-    are 0. So the output in that column is the attention weight of the first key.
-    """
-    dtype, wide = value.dtype, key.shape[-1] + EXTRA
-    rounded = score.to(dtype)
-    remainder = (score - rounded).to(dtype)
-    query = F.pad(torch.cat([query.to(dtype), rounded[..., None], remainder[..., None]], -1), (0, EXTRA - 2))
-    first_key, first_value = torch.zeros(2, wide, dtype=dtype, device=value.device)
-    first_key[-EXTRA : 2 - EXTRA] = 1
-    first_value[-EXTRA] = 1
-
-    def put_first(row: Tensor, entries: Tensor) -> Tensor:
-        return torch.cat([row.expand(*entries.shape[:2], 1, wide), F.pad(entries.to(dtype), (0, EXTRA))], 2)
-
-    return query, put_first(first_key, key), put_first(first_value, value)
 
 
 HeadCache = LayerCache | Steps | None

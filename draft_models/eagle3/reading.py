@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedConfig
 
 from outrider.base.errors import require
-from outrider.draft_models.heads.sizes import HeadSizes, default_aux_layers, rope_base
-from outrider.draft_models.targets.model_spec import context_limit, key_heads
+from outrider.draft_models.heads.sizes import HeadSizes, sizes_for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,30 +41,10 @@ def new_reading(
     draft_vocabulary: int | None,
     intermediate: int | None,
 ) -> Reading:
-    """The reading of a one-layer head with the hidden size of `target`, a config; it shares the target's embedding.
+    """The reading of a one-layer head for `target`, a config (see `sizes_for`).
 
-    taps: boundaries, empty for `default_aux_layers`. version: 3, or 3.1, which norms aux hidden states and outputs of
-    steps. draft_vocabulary: number of tokens it has logits for, None for all. intermediate: width of its MLP, None for
-    the target's. Raises `UserError` for impossible values.
+    version: 3, or 3.1, which norms aux hidden states and outputs of steps. Raises `UserError` for impossible values.
     """
-    heads, width = target.num_attention_heads, target.hidden_size
     newer = str(version) == "3.1"
-    return Reading(
-        taps=taps or default_aux_layers(target.num_hidden_layers),
-        target_hidden=width,
-        hidden=width,
-        intermediate=intermediate or getattr(target, "intermediate_size", None) or 4 * width,
-        layers=1,
-        heads=heads,
-        key_heads=key_heads(target),
-        head_dim=getattr(target, "head_dim", None) or width // heads,
-        epsilon=getattr(target, "rms_norm_eps", None) or 1e-5,
-        activation="silu",
-        vocabulary=target.vocab_size,
-        draft_vocabulary=draft_vocabulary or target.vocab_size,
-        rope={"rope_type": "default", "rope_theta": rope_base(target)},
-        max_positions=context_limit(target),
-        windows=(None,),
-        tap_norms=newer,
-        norm_output=newer,
-    )
+    sizes = sizes_for(target, taps, 1, draft_vocabulary, intermediate)
+    return Reading(**sizes, tap_norms=newer, norm_output=newer)

@@ -13,7 +13,7 @@ from transformers.activations import ACT2FN
 
 from outrider.base.errors import UserError, require
 from outrider.base.settings import Count, Positive, Settings
-from outrider.draft_models.targets.model_spec import RESCALING_ROPE
+from outrider.draft_models.targets.model_spec import RESCALING_ROPE, context_limit, key_heads
 from outrider.draft_models.targets.settings import ReadingChanges
 
 Shapes = Mapping[str, tuple[int, ...]]  # of the tensors in a file, by their names here
@@ -128,3 +128,31 @@ def rope_base(target: PreTrainedConfig) -> float:
     """The base of the target's rotary embedding if it has a single one; else the usual base."""
     theta = (getattr(target, "rope_parameters", None) or {}).get("rope_theta")
     return float(theta) if isinstance(theta, int | float) else 10000.0
+
+
+def sizes_for(
+    target: PreTrainedConfig, taps: tuple[int, ...], layers: int, draft_vocabulary: int | None, intermediate: int | None
+) -> dict[str, Any]:
+    """The sizes of a head to be trained with the hidden size of `target`, a config; it shares the target's embedding.
+
+    taps: boundaries, empty for `default_aux_layers`. draft_vocabulary: number of tokens it has logits for, None for
+    all. intermediate: width of its MLP, None for the target's.
+    """
+    heads, width = target.num_attention_heads, target.hidden_size
+    return {
+        "taps": taps or default_aux_layers(target.num_hidden_layers),
+        "target_hidden": width,
+        "hidden": width,
+        "intermediate": intermediate or getattr(target, "intermediate_size", None) or 4 * width,
+        "layers": layers,
+        "heads": heads,
+        "key_heads": key_heads(target),
+        "head_dim": getattr(target, "head_dim", None) or width // heads,
+        "epsilon": getattr(target, "rms_norm_eps", None) or 1e-5,
+        "activation": "silu",
+        "vocabulary": target.vocab_size,
+        "draft_vocabulary": draft_vocabulary or target.vocab_size,
+        "rope": {"rope_type": "default", "rope_theta": rope_base(target)},
+        "max_positions": context_limit(target),
+        "windows": (None,) * layers,
+    }

@@ -181,9 +181,10 @@ def _attend_alike_rows(module: object, query: Tensor, key: Tensor, value: Tensor
 
 
 def _key_ranges(block: QueryBlock, front: int) -> list[tuple[int, int]]:
-    """The ranges of keys that a block of queries sees, counted from the first of the `front` further keys."""
+    """The ranges of keys that a block of queries sees, counted from the first of the `front` further keys. An empty one
+    is left out: it may lie beyond the keys, which may be fewer than the queries."""
     ranges = (block.first_key, block.key_end), (block.second_key, block.end)
-    return [(0, front), *((front + begin, front + end) for begin, end in ranges)]
+    return [(0, front), *((front + begin, front + end) for begin, end in ranges if begin < end)]
 
 
 def _join_ranges(pieces: Sequence[Tensor], ranges: Sequence[tuple[int, int]]) -> Tensor:

@@ -205,6 +205,7 @@ class Answering:
         self.limit = replace(self.limit, started=self.limit.clock())
         self.shard = Shard(skipped=list(self.todo.skipped))
         self.answered = self.unanswered = self.tokens = 0  # prompts, prompts, tokens of answers
+        self.seconds_answered = 0.0  # until the last answer
         self._has_warned = False
 
     def run(self) -> float:
@@ -248,6 +249,7 @@ class Answering:
         self.answered += len(closed_tasks)
         self.unanswered += len(batch) - len(closed_tasks)
         self.tokens += sum(len(answer.tokens) for task in batch for answer in task.answers)
+        self.seconds_answered = self._seconds()
 
     def _save(self) -> None:
         """Write the collected responses as a shard."""
@@ -267,8 +269,8 @@ class Answering:
         """Seconds until all prompts are answered, or the time is over; None before the first batch."""
         if not self.answered:
             return None
-        seconds = self._seconds() / self.answered * (len(self.todo.tasks) - self.answered)
-        return max(0.0, min(seconds, self._seconds_left()))
+        total = self.seconds_answered / self.answered * len(self.todo.tasks)  # the running batches have no answer yet
+        return max(0.0, min(total - self._seconds(), self._seconds_left()))
 
     def _print_progress(self, batch: list[Task], *, is_first: bool) -> None:
         """Print a warning if texts of the batch differ, once, and an estimate after the first batch."""

@@ -28,6 +28,7 @@ ANY_MODEL = {"eesd/without_self_distillation", *(name for name in EXPERIMENTS if
 LEAVES = {
     "build_trigrams": "table.safetensors",
     "calibrate": "calibration.json",
+    "dspark": "dflash.json",
     "eagle3": "eagle3.json",
     "eesd": "drafter.json",
     "evaluate_checkpoint": "report.json",

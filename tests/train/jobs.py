@@ -30,7 +30,14 @@ from outrider.inference.stopping.interface import FixedLength
 from outrider.train.core import run_dir
 from outrider.train.core.driver import TrainingRun
 from outrider.train.eesd import EarlyExitStudent
-from outrider.train.settings.drafters import CalibrateConfig, DrafterConfig, Eagle3Config, EesdConfig, FinetuneConfig
+from outrider.train.settings.drafters import (
+    CalibrateConfig,
+    DrafterConfig,
+    DSparkConfig,
+    Eagle3Config,
+    EesdConfig,
+    FinetuneConfig,
+)
 from outrider.train.settings.fit import FitConfig
 from outrider.train.steps import write_words
 from tests.forked import Fork
@@ -115,6 +122,15 @@ def heading(target: Path, corpus: DataConfig, out_dir: Path, **changes: Any) -> 
     settings = Eagle3Config(
         target=str(target), data=corpus, fit=FIT, frozen_dtype="float32", seq_len=48, intermediate=48, draft_steps=3,
         eval_rows=2, decode_prompts=2, decode_tokens=8, out_dir=str(out_dir),
+    )  # fmt: skip
+    return replace(settings, **changes)
+
+
+def sparking(target: Path, corpus: DataConfig, out_dir: Path, **changes: Any) -> DSparkConfig:
+    """Four steps of a DSpark drafter; `changes` say what is otherwise."""
+    settings = DSparkConfig(
+        target=str(target), data=corpus, fit=FIT, frozen_dtype="float32", seq_len=48, intermediate=48, block=3,
+        markov_rank=4, draft_vocabulary=64, eval_rows=2, decode_prompts=2, decode_tokens=8, out_dir=str(out_dir),
     )  # fmt: skip
     return replace(settings, **changes)
 

@@ -19,11 +19,11 @@ from outrider.draft_models.eagle3.reading import new_reading
 from outrider.draft_models.losses import DIVERGENCES, IGNORE, linear_cross_entropy, linear_divergence
 from outrider.draft_models.targets.target import Band
 from outrider.train import eagle3
-from outrider.train.eagle3 import Eagle3Student, plan_memory, score_batch
-from outrider.train.parts import steps
-from outrider.train.parts.heldout import acceptance_of_drafts
+from outrider.train.eagle3 import Eagle3Student, plan_memory
+from outrider.train.parts import head_student, steps
+from outrider.train.parts.head_student import HeadStudent, score_batch
 from outrider.train.parts.on_policy import draw_depths, row_generator
-from outrider.train.parts.steps import QueriesAt
+from outrider.train.parts.steps import QueriesAt, acceptance_of_drafts
 from outrider.train.settings.fit import FitConfig
 from tests.eagle3_heads import Facts, Row, reference
 from tests.faults import plant
@@ -271,7 +271,12 @@ UNROLLED = (Eagle3Student, "unroll")
 FAULTS = {  # where, and what stands there instead
     "all steps have the first one's positions": (Eagle3Student, "_run_step", "positions + step", "positions"),
     "a document attends to the one before it": (*UNROLLED, "packed_band(documents)", "packed_band(0 * documents)"),
-    "a draft continues into the next document": (eagle3, "loss_mask_per_step", "== documents[", ">= 0 * documents["),
+    "a draft continues into the next document": (
+        head_student,
+        "loss_mask_per_step",
+        "== documents[",
+        ">= 0 * documents[",
+    ),
     "labels of the input token of step 0": (
         Eagle3Student,
         "forward",
@@ -286,8 +291,8 @@ FAULTS = {  # where, and what stands there instead
     "positions that only later steps need": (*UNROLLED, "(loss_mask.flip(-1).cumsum(-1).flip(-1) > 0)", "loss_mask"),
     "the next entry is seen": (QueriesAt, "block", "keys <= self.last", "keys <= 1 + self.last"),
     "drawn for another step": (eagle3, "draw_depths", "(seed, step, row)", "(seed, 1 + step, row)"),
-    "drawn, with the weight of all": (Eagle3Student, "__init__", "weights.sum() / shares", "weights.sum()"),
-    "drawn, with a weight that is not the inverse": (Eagle3Student, "__init__", "/ shares,", "* shares,"),
+    "drawn, with the weight of all": (HeadStudent, "__init__", "weights.sum() / shares", "weights.sum()"),
+    "drawn, with a weight that is not the inverse": (HeadStudent, "__init__", "/ shares,", "* shares,"),
     "predictions in the order of steps": (*UNROLLED, "(rows)[order]", "(rows)"),
 }
 

@@ -18,6 +18,7 @@ from outrider.draft_models.card import CARD_FILE, add_report
 from outrider.draft_models.early_exit.checkpoint import WEIGHTS_FILE, read_meta
 from outrider.inference.settings.kinds import KINDS
 from outrider.train.core import run_dir
+from outrider.train.dspark import train_dspark
 from outrider.train.eagle3 import train_eagle3
 from outrider.train.eesd import train_early_exit
 from outrider.train.finetune_drafter import finetune_drafter
@@ -25,7 +26,7 @@ from outrider.train.settings.drafters import DrafterConfig
 from tests.refusals import refusal
 from tests.tiers import typical_where
 from tests.tiny import save_target
-from tests.train.jobs import FIT, distilling, evaluated_by, finetuning, heading, interrupted_at, same
+from tests.train.jobs import FIT, distilling, evaluated_by, finetuning, heading, interrupted_at, same, sparking
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,12 @@ TRAININGS = {
                        (lambda student: student.stack.norm.weight, "model.norm.weight"), {"objective": "reverse_kl"}),
     "eagle3": TrainingCase("eagle3", heading, train_eagle3, "model.safetensors",
                      (lambda student: student.head.norm.weight, "norm.weight"), {"step_decay": 0.5}),
+    "dspark": TrainingCase("dflash", sparking, train_dspark, "model.safetensors",
+                     (lambda student: student.head.norm.weight, "norm.weight"), {"anchors": 0.5}),
 }  # fmt: skip
 
 
-RECORDS = {"small_lm": "finetune_drafter.json", "eagle3": "eagle3.json"}
+RECORDS = {"small_lm": "finetune_drafter.json", "eagle3": "eagle3.json", "dflash": "dflash.json"}
 
 
 @pytest.fixture(params=TRAININGS.values(), ids=TRAININGS)

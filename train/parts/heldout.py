@@ -42,9 +42,8 @@ from outrider.inference.shapes.factory import Chain
 from outrider.inference.stopping.interface import FixedLength
 from outrider.train.core.training import Batch, Metrics, TrainRows
 from outrider.train.parts.capture import TextToContinue
+from outrider.train.parts.steps import WATCHED_DRAFT
 from outrider.train.parts.top_k_rows import TOP_K
-
-WATCHED_DRAFT = 4  # draft length for an evaluation's τ: fixed, so that τ depends on the weights alone
 
 
 @dataclass(frozen=True)
@@ -211,13 +210,3 @@ def expected_tau(accepted: Sequence[Tensor], batches: Sequence[Batch]) -> float 
     pairs = zip(accepted, [batch["documents"] for batch in batches], strict=True)
     taus = torch.cat([analytic_tau(alpha, owner.to(alpha.device), WATCHED_DRAFT) for alpha, owner in pairs])
     return taus.double().mean().item() if len(taus) else None
-
-
-def acceptance_of_drafts(accepted: Tensor) -> Tensor:
-    """α of every draft of `WATCHED_DRAFT` tokens on the text, [B, positions, WATCHED_DRAFT], NaN where there is none.
-
-    accepted [B, T, S]: α by the label's position and step. Step i of the draft that begins after position t has the
-    label of position t + 1 + i.
-    """
-    count = max(0, accepted.shape[1] - WATCHED_DRAFT)
-    return torch.stack([accepted[:, step + 1 : step + 1 + count, step] for step in range(WATCHED_DRAFT)], -1)

@@ -12,7 +12,7 @@ from outrider.train.core.optimizers import layer_matrices
 from outrider.train.core.sharding import trained_parameters
 from outrider.train.parts.drafter import frozen_dtype
 from outrider.train.parts.parallel import Parallel
-from outrider.train.settings.drafters import DrafterTraining, Eagle3Config, EesdConfig
+from outrider.train.settings.drafters import DrafterTraining, EesdConfig, HeadConfig
 from outrider.train.settings.fit import FitConfig
 
 PROGRAM_BYTES = 600_000_000  # of Python, torch and transformers, in the memory of a CPU
@@ -79,7 +79,7 @@ def decoding_target(target: PreTrainedConfig) -> Memory:
 
 
 def empty_target(
-    config: EesdConfig | Eagle3Config, target: PreTrainedConfig, layers: list[int] | None = None
+    config: EesdConfig | HeadConfig, target: PreTrainedConfig, layers: list[int] | None = None
 ) -> tuple[PreTrainedModel, int]:
     """The frozen layers (None: all) of a target without weights, and the number of values that are stored for them."""
     model = empty_model(target) if layers is None else empty_layers(target, layers)

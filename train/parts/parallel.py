@@ -17,15 +17,26 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.attention import packed_band
+from outrider.draft_models.targets.open_target import special_tokens
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.target import Band, Masks, QueryBlock, RowBlocks
 from outrider.train.core.training import Student
 from outrider.train.parts.on_policy import draw_depths
 from outrider.train.parts.position_weights import Slots
 from outrider.train.settings.drafters import PositionWeights
+
+
+def unused_token(tokenizer: PreTrainedTokenizerBase, rows: int) -> int:
+    """A token that no text has: of the target's `rows` the first beyond the tokenizer's, else the last added one that
+    is neither special nor in the chat template; `rows` if there is none."""
+    used, template = {*special_tokens(tokenizer).values()}, str(tokenizer.chat_template)
+    added = [i for i, token in tokenizer.added_tokens_decoder.items() if token.content not in template]
+    beyond = 1 + max(tokenizer.get_vocab().values())  # ids may have gaps
+    return beyond if beyond < rows else max((i for i in added if i < rows and i not in used), default=rows)
 
 
 class DraftRows(NamedTuple):

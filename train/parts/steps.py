@@ -19,6 +19,7 @@ from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.attention import packed_band
 from outrider.draft_models.targets.target import Band, QueryBlock
 
+WATCHED_DRAFT = 4  # draft length for an evaluation's τ: fixed, so that τ depends on the weights alone
 NEARLY_ALL = 0.95  # to run a few positions too many takes less than to copy the others
 
 
@@ -38,6 +39,18 @@ def loss_mask_per_step(labels: Tensor, documents: Tensor, steps: int) -> Tensor:
         return F.pad(values, (0, steps), value=beyond).unfold(1, steps + 1, 1)[..., 1:]  # [B, T, steps]
 
     return (ahead(labels, IGNORE) != IGNORE) & (ahead(documents, -2) == documents[..., None])
+
+
+def acceptance_of_drafts(accepted: Tensor) -> Tensor:
+    """α of every draft on the text, of `WATCHED_DRAFT` tokens, or S if that is less: [B, positions, tokens]; NaN where
+    there is none.
+
+    accepted [B, T, S]: α by the label's position and step. Step i of the draft that begins after position t has the
+    label of position t + 1 + i.
+    """
+    drafted = min(WATCHED_DRAFT, accepted.shape[2])
+    count = max(0, accepted.shape[1] - drafted)
+    return torch.stack([accepted[:, step + 1 : step + 1 + count, step] for step in range(drafted)], -1)
 
 
 def positions_to_run(is_run: Tensor) -> Tensor | None:

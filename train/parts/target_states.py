@@ -35,7 +35,7 @@ from outrider.data_prep.text.rows import PackedRows
 from outrider.train.core.driver import TrainingRun
 from outrider.train.core.training import Batch, TrainRows
 from outrider.train.parts.drafter import frozen_dtype
-from outrider.train.settings.drafters import Eagle3Config
+from outrider.train.settings.drafters import HeadConfig
 
 STATES_FILE, MADE_FROM_FILE, DONE_FILE = "states.bin", "states.json", "states.done"
 FEATURES = "features"  # the folder in out_dir, while a training with features=auto runs
@@ -52,7 +52,7 @@ Reader = TypeVar("Reader", bound=ReadsTarget)
 
 
 def add_states(
-    config: Eagle3Config,
+    config: HeadConfig,
     rows: PackedRows,
     row_shape: tuple[int, int, int],
     made_from: Mapping[str, object],

@@ -10,6 +10,7 @@ from outrider.base.errors import require
 from outrider.base.settings import DEFAULT, Count, Positive, RunConfig, Settings, Share, free, if_given, only, opt
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.targets.settings import (
+    DFLASH,
     EAGLE3,
     EARLY_EXIT,
     SMALL_LM,
@@ -261,35 +262,24 @@ class FinetuneConfig(Distillation, TargetOrTokenizer, DrafterTraining, Rehearsed
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Config(DrafterTraining, Rehearsed, RunConfig):
-    """EAGLE-3: train a head on hidden states of `target`, which runs along, by training-time test."""
+class HeadTraining(Settings):
+    """What trainings have of heads on hidden states of the whole target, which runs along."""
 
     by_layers: ClassVar[bool] = True  # it needs the layers of the target
 
     target: Model = free(help="model directory, GGUF file or Hub name", debug=TinyModel(TARGET))
-    start: Head | None = opt(None, debug=TinyModel(EAGLE3))
-    """an EAGLE-3 head to continue training, a directory or Hub name; null: a new one with random weights, except that
-    its logits' matrix begins as the target's"""
     objective: Objective = opt("forward_kl", "see draft_models/losses.py; cross_entropy: on the text's tokens")
-    reading: ReadingChanges = opt(factory=ReadingChanges, debug=DEFAULT)
-    """corrections of the config.json of the head in `start`"""
-    version: Annotated[Literal["3", "3.1"], BeforeValidator(str), _NEW] = "3.1"  # YAML reads numbers
-    """3.1: norms each tap and each step's output; 3: neither, as first published"""
     taps: Annotated[tuple[NotNegative, ...], _NEW] = opt((), debug=())
     """boundaries of the target's layers, 0 its embedding; none: a low, a middle and a high one"""
     intermediate: Annotated[Count | None, _NEW] = opt(None, debug=if_given(TINY_SHAPE["intermediate"]))
     """width inside its MLP; null: the target's"""
     train_head: bool = opt(True, "false: keep the initial matrix of its logits")
-    draft_steps: Count = opt(7, "steps of training-time test: the tokens in a row that it learns to draft", debug=4)
     position_weights: Literal["decay", PositionWeights] = "decay"
     """of a step's loss: decay, by step_decay; none, all alike; cat, the target's probability of the text before it in
     the draft (PARD-2); dpace, how many tokens are accepted from it on, by the head's probabilities (2605.18810)"""
     step_decay: Annotated[Share, only(position_weights="decay")] = opt(0.8, "weight of a step over the one before")
-    keep: Annotated[float, Gt(0), Le(1)] = opt(1.0, "share of a step's positions at which the next runs, drawn; 1: all")
     frozen_dtype: Literal["fast", FloatDtype] = "fast"
     """of the target's layers, which are not trained; fast: bfloat16, or float32 on a CPU without instructions for it"""
-    dialect: WrittenDialect = "specforge"
-    """format of config.json and tensor names; SpecForge's heads have three taps"""
     features: str | None = free("auto", debug=if_given("auto"))
     """a folder for what the target makes of the rows of text: filled at first, then read instead of running the target;
     auto: in out_dir until the end, if the text is read again and half of the disk's free space suffices; null: it runs
@@ -297,15 +287,58 @@ class Eagle3Config(DrafterTraining, Rehearsed, RunConfig):
     eval_rows: Count = free(64, "held-out rows that give eval_loss_1, eval_agree_1, … and eval_tau_analytic", debug=4)
     eval_batch_rows: Count = free(4, "held-out rows run together")
     plan: bool = free(False, "only say what it would hold and compute; needs no weights")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("taps", [*self.taps] == sorted({*self.taps}), "boundaries in ascending order, or none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config(HeadTraining, DrafterTraining, Rehearsed, RunConfig):
+    """EAGLE-3: train a head on hidden states of `target`, which runs along, by training-time test."""
+
+    start: Head | None = opt(None, debug=TinyModel(EAGLE3))
+    """an EAGLE-3 head to continue training, a directory or Hub name; null: a new one with random weights, except that
+    its logits' matrix begins as the target's"""
+    reading: ReadingChanges = opt(factory=ReadingChanges, debug=DEFAULT)
+    """corrections of the config.json of the head in `start`"""
+    version: Annotated[Literal["3", "3.1"], BeforeValidator(str), _NEW] = "3.1"  # YAML reads numbers
+    """3.1: norms each tap and each step's output; 3: neither, as first published"""
+    draft_steps: Count = opt(7, "steps of training-time test: the tokens in a row that it learns to draft", debug=4)
+    keep: Annotated[float, Gt(0), Le(1)] = opt(1.0, "share of a step's positions at which the next runs, drawn; 1: all")
+    dialect: WrittenDialect = "specforge"
+    """format of config.json and tensor names; SpecForge's heads have three taps"""
     out_dir: str = free("runs/eagle3", "where everything goes")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         started = self.start is not None or not self.reading.overrides
         require(started, "reading", str(self.reading), "nothing without start=, which it is about")
-        self.require("taps", [*self.taps] == sorted({*self.taps}), "boundaries in ascending order, or none")
         longest = self.seq_len - 2
         self.require("draft_steps", self.draft_steps <= longest, f"at most seq_len - 2 ({longest})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSparkConfig(HeadTraining, DrafterTraining, Rehearsed, RunConfig):
+    """DSpark: train a block drafter on hidden states of `target`, which runs along. It drafts a block in one pass."""
+
+    start: Head | None = opt(None, debug=TinyModel(DFLASH))
+    """a DSpark drafter to continue training, a directory or Hub name; null: a new one with random weights, except that
+    its logits' matrix begins as the target's"""
+    layers: Annotated[Count, _NEW] = opt(1, "decoder layers of the drafter")
+    block: Annotated[int, Ge(2), Le(32), _NEW] = opt(5, "tokens that it learns to draft in one pass", debug=4)
+    markov_rank: Annotated[NotNegative, _NEW] = opt(64, debug=8)
+    """of the matrix by which a drafted token changes the next token's logits; 0: none, as in DFlash"""
+    anchors: Annotated[float, Gt(0), Le(1)] = opt(0.25, "share of the positions after which a block is learnt, drawn")
+    out_dir: str = free("runs/dspark", "where everything goes")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        longest = self.seq_len - 2
+        self.require("block", self.block <= longest, f"at most seq_len - 2 ({longest})")
+
+
+HeadConfig = Eagle3Config | DSparkConfig
 
 
 def require_teacher(config: EesdConfig | FinetuneConfig) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from outrider.base.errors import UserError
 from outrider.draft_models.eagle3.checkpoint import make_head, open_head, save_head
-from outrider.draft_models.eagle3.model import Eagle3, Steps, attend_jointly
+from outrider.draft_models.eagle3.model import Eagle3, Steps
+from outrider.draft_models.heads.joint import attend_jointly
 from outrider.draft_models.targets.attention import packed_band
 from outrider.draft_models.targets.settings import ReadingChanges, WrittenDialect
 from outrider.draft_models.targets.target import Band

@@ -1,0 +1,194 @@
+"""What students of the target's hidden states share, whatever head they train: EAGLE-3 heads and block drafters.
+
+A draft of `steps` tokens begins after every position. Token j is predicted in step t by the draft after position
+j − 2 − t, of which the target's hidden states are known, and whose first token, at position j − 1 − t, is the text's.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from outrider.base.progress import track_progress
+from outrider.draft_models.acceptance import acceptance_by_target, argmax_and_acceptance, tau_of_rounds
+from outrider.draft_models.draft_vocabulary import draft_indices
+from outrider.draft_models.heads.layers import DraftHead
+from outrider.draft_models.losses import PLAIN, head_product, linear_cross_entropy, linear_divergence
+from outrider.draft_models.targets.stack import LayerStack
+from outrider.train.core.training import Batch, Metrics, Student
+from outrider.train.parts.position_weights import Product, Slots, cat_weights, dpace_weights, probabilities_of
+from outrider.train.parts.steps import Predictions, acceptance_of_drafts, loss_mask_per_step
+from outrider.train.settings.drafters import HeadConfig
+
+BATCH = ("input_ids", "labels", "positions", "documents")
+
+
+class HeadStudent(Student):
+    """A head that learns in float32, on the frozen layers of a whole target.
+
+    Every token is predicted `steps` times, by drafts that began 0, 1, … tokens earlier. The weight of a step is
+    `step_decay` times that of the previous step, and all weights sum to 1. Step t is drawn to be learnt at a share
+    `step_shares[t]` of the positions, with 1 / share times the weight. So the expected loss and gradient are those of
+    all positions. With position_weights=none each step has the weight 1 / `steps`; cat and dpace multiply that by
+    weights of slots.
+    """
+
+    step_weights: Tensor  # [steps]
+
+    def __init__(
+        self, stack: LayerStack, head: DraftHead, config: HeadConfig, steps: int, step_shares: Sequence[float]
+    ) -> None:
+        super().__init__()
+        self.stack, self.head = stack.requires_grad_(False), head.float().requires_grad_(True)
+        self.objective, self.steps, self.seed = config.objective, steps, config.fit.seed
+        self.position_weights = config.position_weights
+        decay = config.step_decay if self.position_weights == "decay" else 1.0
+        weights = torch.tensor([decay**step for step in range(self.steps)], device=stack.device)  # [steps]
+        shares = torch.tensor(step_shares, device=stack.device)  # [steps]
+        self.register_buffer("step_weights", weights / weights.sum() / shares, persistent=False)
+        if head.embed_tokens is not None:
+            head.embed_tokens.requires_grad_(False)
+
+    @property
+    def saved_part(self) -> nn.Module:
+        """The head, whose matrix of logits and embedding may be frozen."""
+        return self.head
+
+    @property
+    @abstractmethod
+    def taps(self) -> tuple[int, ...]:
+        """The boundaries of the target's layers whose hidden states the head reads."""
+
+    @abstractmethod
+    def draw(self, loss_mask: Tensor, input_ids: Tensor) -> Tensor:
+        """Those of the predictions `loss_mask`, bool [B, T, steps], that this step of the optimizer learns."""
+
+    @abstractmethod
+    def unroll(
+        self, input_ids: Tensor, positions: Tensor, documents: Tensor, aux: Tensor, loss_mask: Tensor
+    ) -> Predictions:
+        """The head's predictions where `loss_mask`, bool [B, T, steps], of packed rows [B, T].
+
+        aux [B, T, k · H_t]: the target's aux hidden states.
+        """
+
+    @abstractmethod
+    def product(self, predictions: Predictions, input_ids: Tensor) -> Product:
+        """States [n, d] and the matrix [V', d] whose product is the logits of the predictions."""
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor, states: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """{"loss_sum"} over supervised positions. All arguments are [B, T] (see `data_prep.text.rows`).
+
+        states: the output of `target_states` for them; None: the target runs.
+        """
+        if states is None:
+            states = self.target_states(input_ids, positions, documents)  # [B, T, k + 1, H_t]
+        aux, final = states.to(self.stack.dtype).split([states.shape[2] - 1, 1], 2)
+        tokens = self.head.draft_tokens if self.objective == "cross_entropy" else None
+        draft_labels = draft_indices(labels, tokens, self.head.vocabulary)
+        loss_mask = self.draw(loss_mask_per_step(draft_labels, documents, self.steps), input_ids)  # [B, T, steps]
+        predictions = self.unroll(input_ids, positions, documents, aux.flatten(2), loss_mask)
+        product = self.product(predictions, input_ids)
+        loss_weights = self.weigh(product, predictions, final[:, :, 0], labels)  # [n]
+        return {"loss_sum": self.loss(product, predictions, final[:, :, 0], labels, loss_weights)}
+
+    def weigh(self, product: Product, predictions: Predictions, target: Tensor, labels: Tensor) -> Tensor:
+        """The weights [n] of the predictions. target, labels: see `loss`."""
+        steps, loss_weights = predictions.steps, self.step_weights[predictions.steps]  # [n] each
+        if self.position_weights == "decay" or self.position_weights == "none":
+            return loss_weights
+        slots = Slots(self.position_weights, predictions.labels - steps, steps, self.steps, labels.shape)
+        if slots.kind == "cat":
+            target_product = head_product(self.stack.head, target)
+            return loss_weights * cat_weights(slots, probabilities_of(labels, target_product, self.stack.spec.logits))
+        q = probabilities_of(self.classes(predictions, labels), product, PLAIN)  # [n]
+        return loss_weights * dpace_weights(slots, q, torch.ones_like(steps, dtype=torch.bool))
+
+    def classes(self, predictions: Predictions, labels: Tensor) -> Tensor:
+        """The labels [n] of the predictions as indices into the draft vocabulary, `IGNORE` outside it."""
+        return draft_indices(labels.flatten()[predictions.labels], self.head.draft_tokens, self.head.vocabulary)
+
+    def loss(
+        self, product: Product, predictions: Predictions, target: Tensor, labels: Tensor, loss_weights: Tensor | None
+    ) -> Tensor:
+        """The loss summed over n predictions, weighted by `loss_weights` [n].
+
+        target [B, T, H_t]: the target's states after its final norm. labels [B, T].
+        """
+        if self.objective == "cross_entropy":
+            return linear_cross_entropy(*product, self.classes(predictions, labels), shares=loss_weights)
+        positions, owners = predictions.labels.unique_consecutive(return_inverse=True)
+        products = (*product, *head_product(self.stack.head, target.flatten(0, 1)[positions]))
+        rule, weights, tokens = (
+            self.stack.spec.logits,
+            {"owners": owners, "shares": loss_weights},
+            self.head.draft_tokens,
+        )
+        return linear_divergence(*products, None, self.objective, target_rule=rule, tokens=tokens, **weights)
+
+    @torch.no_grad()
+    def target_states(self, input_ids: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
+        """The target's k aux hidden states and, last, its states after the final norm: [B, T, k + 1, H_t]."""
+        stack = self.stack
+        with torch.autocast(input_ids.device.type, enabled=False):
+            stack.reserve(positions.shape[1])
+            hidden, rotary = stack.embed(input_ids, positions), stack.rotary(positions)
+            masks = stack.packed_masks(documents)
+            hidden, aux = stack.run_with_aux(hidden, 0, len(stack.layers), rotary, masks, self.taps)
+            return torch.stack([*aux, stack.norm(hidden)], 2)
+
+    def states_of(self, batch: Batch) -> Tensor:
+        """`target_states` of a batch on any device."""
+        inputs = (batch[name].to(self.stack.device) for name in ("input_ids", "positions", "documents"))
+        return self.target_states(*inputs)
+
+
+def score_steps(student: HeadStudent, batches: Sequence[Batch], steps: int) -> Metrics:
+    """The metrics of `student` on `batches` of rows.
+
+    loss_<i>, agree_<i>: for the i-th token of a draft, the loss and the share of positions where the head's most likely
+    token is the target's. tau_analytic: the expected τ of sampling (see `expected_tau`).
+    """
+    scores = [
+        score_batch(student, batch, steps) for batch in track_progress(batches, "judging held-out text", "batches")
+    ]
+    metrics = Metrics()
+    for i, (count, loss, right) in enumerate(torch.stack([sums for sums, _ in scores]).sum(0).tolist(), 1):
+        if count:
+            metrics |= {f"loss_{i}": loss / count, f"agree_{i}": right / count}
+    rounds = torch.cat([tau_of_rounds(acceptance_of_drafts(accepted)) for _, accepted in scores])
+    return metrics | ({"tau_analytic": rounds.double().mean().item()} if len(rounds) else {})
+
+
+@torch.no_grad()
+def score_batch(student: HeadStudent, batch: Batch, steps: int) -> tuple[Tensor, Tensor]:
+    """The head's results on a batch of rows in each of `steps` steps.
+
+    Returns float64 [steps, 3]: the number of predictions, the loss summed over them, and how many have the target's
+    most likely token as theirs; and the acceptance probability, by the position of the label, [B, T, steps], NaN
+    where there is no prediction.
+    """
+    stack, head = student.stack, student.head
+    input_ids, labels, positions, documents = (batch[name].to(stack.device) for name in BATCH)
+    target_states = student.target_states(input_ids, positions, documents)
+    loss_mask = loss_mask_per_step(labels, documents, steps)
+    predictions = student.unroll(input_ids, positions, documents, target_states[:, :, :-1].flatten(2), loss_mask)
+    flat, owners = predictions.labels.unique_consecutive(return_inverse=True)
+    target, logits = target_states[:, :, -1].flatten(0, 1)[flat], stack.logits_after_norm
+    states, matrix = student.product(predictions, input_ids)
+    choices, accepted = argmax_and_acceptance(
+        lambda rows: head.spread(rows @ matrix.T), states, acceptance_by_target(logits, target[owners])
+    )
+    assert accepted is not None
+    by_label = accepted.new_full((labels.numel(), steps), torch.nan)
+    by_label[predictions.labels, predictions.steps] = accepted
+    right, sums = choices == argmax_and_acceptance(logits, target, None)[0][owners], list[Tensor]()
+    for step in range(steps):
+        in_step = predictions.steps == step
+        part = Predictions(*(values[in_step] for values in predictions))
+        loss = student.loss((states[in_step], matrix), part, target_states[:, :, -1], labels, None)
+        sums.append(torch.stack([in_step.sum(), loss.double(), (right & in_step).sum()]))
+    return torch.stack(sums).cpu(), by_label.unflatten(0, labels.shape)
