@@ -5,13 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outrider.draft_models.dflash.checkpoint import drafter_shapes
 from outrider.draft_models.dflash.model import DFlash
 from outrider.draft_models.dflash.reading import BlockReading
 from outrider.draft_models.eagle3.checkpoint import head_shapes
 from outrider.draft_models.eagle3.model import Eagle3
 from outrider.draft_models.eagle3.reading import Reading
-from outrider.draft_models.heads.files import DRAFT_TOKENS
+from outrider.draft_models.heads.files import DRAFT_TOKENS, module_shapes
 from outrider.draft_models.mtp.model import MtpHead
 from outrider.draft_models.mtp.reading import MtpReading
 from outrider.draft_models.targets.stack import LayerStack
@@ -112,15 +111,15 @@ def fitted_block(
         layers=2, heads=4, key_heads=2, head_dim=16, epsilon=1e-5, activation="silu",
         vocabulary=stack.config.vocab_size, draft_vocabulary=len(known),
         rope={"rope_type": "default", "rope_theta": 10000.0}, max_positions=256, windows=(None, 8), own_embedding=True,
-        head_norms=True, block=STEPS + (rank == 0), mask_token=3, sample_from_anchor=rank > 0, causal=(False, True),
+        head_norms=True, block=STEPS + (rank == 0), mask_token=3, sample_from_anchor=rank > 0,
         markov_rank=rank, confidence="markov" if rank else "none",
     )  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     weights: dict[str, Tensor] = {}
-    for name, shape in drafter_shapes(reading).items():
+    for name, shape in module_shapes(DFlash, reading).items():
         made = torch.randn(shape, generator=generator) * shape[-1] ** -0.5 if len(shape) == 2 else torch.ones(shape)
         weights[name] = made.to(stack.dtype)
-    drafter = DFlash.of(reading, {**weights, DRAFT_TOKENS: torch.tensor(known)})
+    drafter = DFlash(reading, all_tokens=False).with_weights({**weights, DRAFT_TOKENS: torch.tensor(known)})
     assert drafter.lm_head is not None
     rows, wanted = [], []
     for text, start in texts:
@@ -131,7 +130,8 @@ def fitted_block(
                 wanted.append(wanted_logits(known, text[count + step + 1], count, step) - bias)
     drafter.lm_head.weight.copy_(fit(rows, wanted))
     with torch.inference_mode(False):
-        return DFlash.of(reading, {name: weight.clone() for name, weight in drafter.state_dict().items()})
+        copies = {name: weight.clone() for name, weight in drafter.state_dict().items()}
+        return DFlash(reading, all_tokens=False).with_weights(copies)
 
 
 def hidden_of_block(stack: LayerStack, drafter: DFlash, text: Sequence[int], root: int) -> Tensor:

@@ -100,7 +100,7 @@ def train_dspark(config: DSparkConfig) -> None:
 # --- the drafter
 
 
-def open_start(config: DSparkConfig, target: OpenTarget) -> drafters.StoredDrafter | None:
+def open_start(config: DSparkConfig, target: OpenTarget) -> drafters.StoredBlock | None:
     """The finished drafter to continue from, if any; warns if another trainer wrote it."""
     if config.start is None:
         return None
@@ -111,11 +111,11 @@ def open_start(config: DSparkConfig, target: OpenTarget) -> drafters.StoredDraft
     return stored
 
 
-def reading_of(config: DSparkConfig, stored: drafters.StoredDrafter | None, target: OpenTarget) -> BlockReading:
+def reading_of(config: DSparkConfig, stored: drafters.StoredBlock | None, target: OpenTarget) -> BlockReading:
     """The reading of the drafter to train. Raises `UserError` if it cannot be trained with it."""
     if stored is not None:
         reading = stored.reading
-        trainable = reading.sample_from_anchor and not any(reading.causal) and set(reading.windows) == {None}
+        trainable = reading.sample_from_anchor and {*reading.spans} == {(None, False)}
         if not (trainable and reading.own_head):
             raise UserError(f"start={config.start}: only drafters are trained whose rows predict the token after them "
                             "(sample_from_anchor), see each other and the whole text, and have a head")  # fmt: skip
@@ -134,7 +134,7 @@ def reading_of(config: DSparkConfig, stored: drafters.StoredDrafter | None, targ
 def build_student(
     config: DSparkConfig,
     target: OpenTarget,
-    stored: drafters.StoredDrafter | None,
+    stored: drafters.StoredBlock | None,
     reading: BlockReading,
     tokens: Tensor | None,
     device: torch.device,

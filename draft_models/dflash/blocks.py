@@ -33,7 +33,7 @@ def run_blocks(drafter: DFlash, aux: Tensor, anchors: Tensor, tokens: Tensor) ->
     drafter.reserve(count + size)
     drafter.store_context(drafter.features(aux), drafter.rotary(positions[None]), cache)
     block = torch.cat([tokens[:, None], rows.new_full((len(rows), size - 1), drafter.reading.mask_token)], 1)
-    spans = list(zip(drafter.reading.windows, drafter.reading.causal, strict=True))
+    spans = drafter.reading.spans
     masks = {span: _mask(positions, rows, *span) for span in {*spans}}
     return drafter.run(drafter.embed(block), [masks[span] for span in spans], drafter.rotary(rows), cache)
 

@@ -149,15 +149,14 @@ def _read_spans(config: Config, fields: Config, layers: int) -> dict[str, object
     section, types = _section(config), fields.get("layer_types") or ["full_attention"] * layers
     if not isinstance(types, list) or len(types) != layers:
         raise UserError(f"layer_types={types!r}: expected one for each of {layers} layers")
-    by_type = tuple(kind == _SLIDING for kind in types)
-    slides = by_type if any(by_type) else (section.get("use_swa") is True,) * layers
+    by_type = [kind == _SLIDING for kind in types]
+    slides = by_type if any(by_type) else [section.get("use_swa") is True] * layers
     size = section.get("swa_window_size") or fields.get("sliding_window")
     if any(slides) and size is None:
         raise UserError("sliding layers without a size: expected swa_window_size or sliding_window")
     both_ways = False if config.get("sliding_window_non_causal") else None
     switches = (config.get("is_causal"), section.get("causal"), both_ways)
-    switch = next((value for value in switches if value is not None), None)
-    causal = by_type if switch is None else (bool(switch),) * layers
+    causal = next((value for value in switches if value is not None), None if any(by_type) else False)
     return {"windows": tuple(size if sliding else None for sliding in slides), "causal": causal}
 
 
@@ -180,7 +179,7 @@ def config_of(reading: BlockReading, shapes: Shapes, target: PreTrainedConfig) -
     shapes: of the written tensors. Raises `UserError` for a reading that the layout cannot express.
     """
     layers = {"mask_token_id": reading.mask_token, "target_layer_ids": [tap - 1 for tap in reading.taps]}
-    by_type = tuple(window is not None for window in reading.windows)
+    slides = any(reading.windows)
     config: dict[str, object] = {
         **layer_fields_of(reading, target),
         **layers,
@@ -193,10 +192,10 @@ def config_of(reading: BlockReading, shapes: Shapes, target: PreTrainedConfig) -
         "sample_from_anchor": reading.sample_from_anchor,
         "is_neox_style": reading.neox,
         "input_embedding_scale": reading.embedding_scale,
-        "layer_types": [_SLIDING if slides else "full_attention" for slides in by_type],
-        SECTION: layers if reading.causal == by_type else {**layers, "causal": reading.causal[0]},
+        "layer_types": ["full_attention" if window is None else _SLIDING for window in reading.windows],
+        SECTION: {**layers, "causal": reading.causal},
     }
-    if any(by_type):
+    if slides:
         config |= {"use_sliding_window": True, "sliding_window": max(filter(None, reading.windows))}
     if reading.markov_rank:
         config |= {"markov_rank": reading.markov_rank, "markov_head_type": "vanilla"}

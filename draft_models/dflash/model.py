@@ -16,7 +16,7 @@ the distribution of the next. Its confidence head estimates whether the predicte
 A training runs `store_context` for a text, then `run` on the blocks of many positions with masks of its own.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -120,11 +120,6 @@ class DFlash(DraftHead):
             self.markov_head = MarkovHead(reading) if reading.markov_rank else None
             self.confidence_head = ConfidenceHead(reading) if reading.confidence != "none" else None
         self.shared_head: list[nn.Module] = []
-
-    @classmethod
-    def of(cls, reading: BlockReading, weights: Mapping[str, Tensor]) -> "DFlash":
-        """The drafter of `reading` with `weights`, by the names of this module; frozen."""
-        return cls(reading, all_tokens="draft_tokens" not in weights).with_weights(weights)
 
     @property
     def norm_weight(self) -> Tensor:

@@ -1,14 +1,13 @@
 """The interpretation of a block drafter's tensors: everything in which writers of DFlash and DSpark files differ."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from annotated_types import Ge
 from transformers import PreTrainedConfig
 
 from outrider.base.settings import Positive
-from outrider.draft_models.heads.sizes import HeadSizes, apply_changes, sizes_for
-from outrider.draft_models.targets.settings import ReadingChanges
+from outrider.draft_models.heads.sizes import HeadSizes, sizes_for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +20,7 @@ class BlockReading(HeadSizes):
     block: Annotated[int, Ge(2)]  # rows of a pass: the text's last token, then masks
     mask_token: Annotated[int, Ge(0)]
     sample_from_anchor: bool  # a row predicts the token after its position (DSpark); false: at its position (DFlash)
-    causal: tuple[bool, ...]  # for each layer: a row sees no later row of its block
+    causal: bool | None = None  # a row sees no later row of its block; null: in layers with a window
     neox: bool = True  # dimension i of a head rotates with i + D/2; false: with its neighbour
     embedding_scale: Positive = 1.0
     markov_rank: Annotated[int, Ge(0)] = 0  # of the logits' bias by the token before (DSpark); 0: none
@@ -29,7 +28,6 @@ class BlockReading(HeadSizes):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("causal", len(self.causal) == self.layers, f"one for each of {self.layers} layers")
         self.require("mask_token", self.mask_token < self.vocabulary, f"below vocabulary={self.vocabulary}")
         self.require("confidence", self.confidence != "markov" or self.markov_rank > 0, "hidden without a Markov head")
         expected = f"{self.vocabulary} with the target's head"
@@ -40,11 +38,10 @@ class BlockReading(HeadSizes):
         """The number of tokens that a pass drafts."""
         return self.block if self.sample_from_anchor else self.block - 1
 
-
-def change_reading(reading: BlockReading, changes: ReadingChanges, target: PreTrainedConfig) -> BlockReading:
-    """As `apply_changes`; `changes.causal` is of all layers."""
-    causal = reading.causal if changes.causal is None else (changes.causal,) * reading.layers
-    return replace(apply_changes(reading, replace(changes, causal=None), target), causal=causal)
+    @property
+    def spans(self) -> list[tuple[int | None, bool]]:
+        """Of each layer: its window, and whether a row sees no later row of its block."""
+        return [(window, window is not None if self.causal is None else self.causal) for window in self.windows]
 
 
 def new_reading(
@@ -66,6 +63,6 @@ def new_reading(
         block=block,
         mask_token=mask_token,
         sample_from_anchor=True,
-        causal=(False,) * layers,
+        causal=False,
         markov_rank=markov_rank,
     )

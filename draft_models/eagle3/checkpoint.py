@@ -4,8 +4,6 @@ A head with tensors filled in or dropped would draft badly without any error. A 
 weights except for the logits' matrix.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,7 +12,7 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from outrider.base.errors import UserError, reason
+from outrider.base.errors import UserError
 from outrider.base.files import require_writable, write_atomically, write_json
 from outrider.draft_models.card import describe_serving
 from outrider.draft_models.eagle3.dialects import (
@@ -36,37 +34,28 @@ from outrider.draft_models.heads.configs import layer_config
 from outrider.draft_models.heads.files import (
     DRAFT_TOKENS,
     HeadFiles,
-    choose_weights,
-    draft_tokens,
+    StoredDrafter,
     map_tensors,
+    module_shapes,
     open_files,
     require_shapes,
     written_facts,
 )
 from outrider.draft_models.heads.initial import initial_weights
-from outrider.draft_models.heads.sizes import apply_changes, require_fitting_target
+from outrider.draft_models.heads.sizes import AS_DECLARED, apply_changes, require_fitting_target
 from outrider.draft_models.targets.model_files import empty_model
 from outrider.draft_models.targets.settings import EAGLE3, Dialect, ExportDialect, ReadingChanges, WrittenDialect
 from outrider.draft_models.targets.stack import LayerStack
 
-AS_DECLARED = ReadingChanges()
+TRAINING_FILE = "eagle3.json"  # written next to the weights, last, by training in this toolkit
 
 
-@dataclass(frozen=True, kw_only=True)
-class StoredHead(HeadFiles):
-    """A head on disk, checked but not loaded: its dialect, and the reading that its config declares, with overrides."""
+class StoredHead(StoredDrafter[Eagle3]):
+    """An EAGLE-3 head on disk."""
 
-    dialect: str
     reading: Reading
+    record = TRAINING_FILE
     module: ClassVar[type[Eagle3]] = Eagle3
-
-    def load(self, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Eagle3:
-        """The head, frozen. A missing embedding or head is set later, from the target."""
-        return self.make(self.reading, self.tensors(dtype, device))
-
-    def make(self, reading: Reading, tensors: Mapping[str, Tensor]) -> Eagle3:
-        """The head of `reading`, which may differ from the stored head's (see `make_head`)."""
-        return make_head(reading, tensors, self.source)
 
 
 def open_head(source: str, target: PreTrainedConfig, changes: ReadingChanges = AS_DECLARED) -> StoredHead:
@@ -94,27 +83,13 @@ def open_head(source: str, target: PreTrainedConfig, changes: ReadingChanges = A
     return StoredHead(**vars(stored), dialect=dialect, reading=reading)
 
 
-def make_head(reading: Reading, tensors: Mapping[str, Tensor], source: str) -> Eagle3:
-    """The head of `reading` with `tensors`, by their names here, d2t and t2d included.
-
-    The reading may override the declared reading (see `choose_weights`). Raises `UserError`, also for invalid maps.
-    """
-    where = f"eagle3={source}"
-    weights, tokens = choose_weights(head_shapes(reading), tensors, where), draft_tokens(reading, tensors, where)
-    return Eagle3.of(reading, weights if tokens is None else {**weights, DRAFT_TOKENS: tokens})
-
-
 def _require_shapes(reading: Reading, stored: HeadFiles, dialect: Dialect) -> None:
     require_shapes(reading, head_shapes(reading), stored, lambda name: dialect_name(name, dialect))
 
 
 def head_shapes(reading: Reading, module: type[Eagle3] = Eagle3) -> dict[str, tuple[int, ...]]:
     """The shapes of all weights of a `module` under this reading, by their names here."""
-    try:
-        weights = module(reading, all_tokens=True).state_dict()
-    except TypeError as error:  # sizes beyond what a tensor can have
-        raise UserError(f"a head of impossible sizes ({reason(error)}); correct its {CONFIG_FILE}") from None
-    return {name: tuple(weight.shape) for name, weight in weights.items()}
+    return module_shapes(module, reading)
 
 
 def new_head(reading: Reading, stack: LayerStack, tokens: Tensor | None, seed: int) -> Eagle3:
@@ -190,9 +165,6 @@ def write_gguf_head(
     names = {parameter.removeprefix("model."): name for name, parameter in ggml_names} | _OF_HEADS
     tensors = {names[parameter]: tensor for parameter, tensor in head.state_dict().items()}
     write_file(config, metadata, tensors, path, block_kind)
-
-
-TRAINING_FILE = "eagle3.json"  # written next to the weights, last, by training in this toolkit
 
 
 def describe_use(dialect: ExportDialect) -> str:

@@ -5,15 +5,17 @@ A head with tensors filled in or dropped would draft badly without any error.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from outrider.base.errors import UserError
+from outrider.base.errors import UserError, reason
 from outrider.base.files import package_version, read_mapping
 from outrider.base.words import list_words
 from outrider.draft_models.formats.folder_model import require_weights
 from outrider.draft_models.formats.stored_tensors import CONFIG_FILE
+from outrider.draft_models.heads.layers import DraftHead
 from outrider.draft_models.heads.sizes import HeadSizes, Shapes
 from outrider.draft_models.targets.tensor_files import TensorFiles, find_file, open_tensors
 
@@ -45,6 +47,49 @@ class HeadFiles:
     def made_here(self) -> bool:
         """Whether this toolkit trained it, so that its declared reading is right."""
         return str(self.config.get(MADE_WITH, "")).startswith("outrider")
+
+
+Head = TypeVar("Head", bound=DraftHead, covariant=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredDrafter(HeadFiles, Generic[Head]):
+    """A head on disk, checked but not loaded: its dialect, and the reading that its config declares, with overrides.
+
+    record: the file of its training.
+    """
+
+    dialect: str
+    reading: HeadSizes
+    record: ClassVar[str]
+    module: ClassVar[type[DraftHead]]
+
+    def make(self, reading: HeadSizes, tensors: Mapping[str, Tensor]) -> Head:
+        """The head of `reading`, which may differ from the declared reading, with `tensors` by their names here.
+
+        Raises `UserError` if tensors do not fit (see `choose_weights`), and for invalid maps d2t and t2d.
+        """
+        weights = choose_weights(module_shapes(self.module, reading), tensors, self.where)
+        if (tokens := draft_tokens(reading, tensors, self.where)) is not None:
+            weights[DRAFT_TOKENS] = tokens
+        return cast("Head", self.module(reading, all_tokens=tokens is None).with_weights(weights))
+
+    def load(self, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Head:
+        """The head. A missing embedding or head is set later, from the target (`DraftHead.use_target`)."""
+        return self.make(self.reading, self.tensors(dtype, device))
+
+    def empty(self) -> Head:
+        """The head without weights, on the meta device."""
+        return cast("Head", self.module(self.reading, all_tokens=True))
+
+
+def module_shapes(module: type[DraftHead], reading: HeadSizes) -> dict[str, tuple[int, ...]]:
+    """The shapes of all weights of a `module` under this reading, by their names here."""
+    try:
+        weights = module(reading, all_tokens=True).state_dict()
+    except TypeError as error:  # sizes beyond what a tensor can have
+        raise UserError(f"a head of impossible sizes ({reason(error)}); correct its {CONFIG_FILE}") from None
+    return {name: tuple(weight.shape) for name, weight in weights.items()}
 
 
 def open_files(option: str, source: str, what: str, local_name: Callable[[str], str]) -> HeadFiles:

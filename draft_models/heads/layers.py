@@ -142,6 +142,10 @@ class DraftHead(nn.Module):
         else:
             self.use_embedding(table.weight)
 
+    def use_target(self, stack: "LayerStack") -> None:
+        """Share what the head lacks with its target: the embedding, and the output head."""
+        raise NotImplementedError
+
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens [...] → their embeddings [..., H]."""
         embedding: Tensor = (self.embed_tokens or self.shared_embedding[0])(tokens)

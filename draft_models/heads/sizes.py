@@ -16,6 +16,7 @@ from outrider.base.settings import Count, Positive, Settings
 from outrider.draft_models.targets.model_spec import RESCALING_ROPE, context_limit, key_heads
 from outrider.draft_models.targets.settings import ReadingChanges
 
+AS_DECLARED = ReadingChanges()
 Shapes = Mapping[str, tuple[int, ...]]  # of the tensors in a file, by their names here
 
 

@@ -1,7 +1,6 @@
 """MTP heads on disk: opened strictly, in any spelling. Missing and unexpected tensors are errors."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -9,11 +8,10 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from outrider.base.errors import UserError
-from outrider.draft_models.eagle3.checkpoint import AS_DECLARED, StoredHead, head_shapes
+from outrider.draft_models.eagle3.checkpoint import StoredHead, head_shapes
 from outrider.draft_models.eagle3.model import Eagle3
-from outrider.draft_models.eagle3.reading import Reading
 from outrider.draft_models.heads.files import choose_weights, require_shapes
-from outrider.draft_models.heads.sizes import apply_changes, require_fitting_target
+from outrider.draft_models.heads.sizes import AS_DECLARED, HeadSizes, apply_changes, require_fitting_target
 from outrider.draft_models.mtp.model import MtpHead
 from outrider.draft_models.mtp.reading import MtpReading, read_shapes
 from outrider.draft_models.mtp.spellings import LAYER, find_head
@@ -24,13 +22,12 @@ DECLARED_BY = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 _QUERY, _GATE, _OUTPUT_BIAS = (f"{LAYER}self_attn.{name}" for name in ("q_proj", "gate_proj", "o_proj.bias"))
 
 
-@dataclass(frozen=True, kw_only=True)
 class StoredMtp(StoredHead):
     """An MTP head on disk, checked but not loaded; `dialect` is its spelling. A target's config.json describes it."""
 
     module: ClassVar[type[Eagle3]] = MtpHead
 
-    def make(self, reading: Reading, tensors: Mapping[str, Tensor]) -> Eagle3:
+    def make(self, reading: HeadSizes, tensors: Mapping[str, Tensor]) -> Eagle3:
         assert isinstance(reading, MtpReading)
         weights = choose_weights(head_shapes(reading, MtpHead), arrange_tensors(reading, tensors), self.where)
         return MtpHead.of(reading, weights)
@@ -62,7 +59,7 @@ def open_mtp(source: str, target: PreTrainedConfig, changes: ReadingChanges = AS
     require_shapes(declared, head_shapes(declared, MtpHead), opened, lambda name: head.stored_names.get(name, name))
     reading = apply_changes(declared, changes, target)
     require_fitting_target(reading, target.get_text_config(), where)
-    return replace(opened, reading=reading)
+    return StoredMtp(**vars(opened) | {"reading": reading})
 
 
 def lost_head(source: str, target: PreTrainedConfig) -> str:

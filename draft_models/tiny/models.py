@@ -16,7 +16,7 @@ from outrider.base.errors import UserError, reason
 from outrider.base.files import write_json
 from outrider.draft_models.calibration import drafter_digest, save_calibration
 from outrider.draft_models.calibration_head import CalibrationHead
-from outrider.draft_models.dflash.checkpoint import drafter_shapes, save_drafter
+from outrider.draft_models.dflash.checkpoint import save_drafter
 from outrider.draft_models.dflash.model import DFlash
 from outrider.draft_models.dflash.reading import BlockReading
 from outrider.draft_models.eagle3.checkpoint import head_shapes, save_head
@@ -26,7 +26,7 @@ from outrider.draft_models.early_exit.checkpoint import read_meta, save_pretrain
 from outrider.draft_models.early_exit.model import EarlyExit, exit_layers
 from outrider.draft_models.formats.save_model import save_parts
 from outrider.draft_models.formats.stored_tensors import CONFIG_FILE, SAFETENSORS
-from outrider.draft_models.heads.files import DRAFT_TOKENS
+from outrider.draft_models.heads.files import DRAFT_TOKENS, module_shapes
 from outrider.draft_models.heads.sizes import Shapes
 from outrider.draft_models.mtp.model import MtpHead
 from outrider.draft_models.mtp.reading import read_shapes
@@ -151,9 +151,9 @@ def tiny_block_drafter(target: PreTrainedConfig) -> DFlash:
         head_dim=width // 4, epsilon=1e-5, activation="silu", vocabulary=target.vocab_size,
         draft_vocabulary=target.vocab_size, rope={"rope_type": "default", "rope_theta": 10000.0}, max_positions=256,
         windows=(None,), head_norms=True, own_head=False, block=4, mask_token=target.vocab_size - 1,
-        sample_from_anchor=True, causal=(False,), markov_rank=8, confidence="markov",
+        sample_from_anchor=True, causal=False, markov_rank=8, confidence="markov",
     )  # fmt: skip
-    return DFlash.of(reading, random_weights(drafter_shapes(reading)))
+    return DFlash(reading, all_tokens=True).with_weights(random_weights(module_shapes(DFlash, reading)))
 
 
 def random_weights(shapes: Shapes) -> dict[str, Tensor]:

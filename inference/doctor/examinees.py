@@ -6,7 +6,7 @@ Each variant of a draft head's reading changes one thing of the declared reading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,19 +15,16 @@ from torch import Tensor
 from outrider.base.errors import UserError
 from outrider.base.settings import construct
 from outrider.draft_models.dflash.blocks import run_blocks
-from outrider.draft_models.dflash.checkpoint import TRAINING_FILE as BLOCK_TRAINING_FILE
-from outrider.draft_models.dflash.checkpoint import make_drafter, open_drafter
+from outrider.draft_models.dflash.checkpoint import open_drafter
+from outrider.draft_models.dflash.dialects import CONFIDENCE
 from outrider.draft_models.dflash.model import DFlash
-from outrider.draft_models.dflash.reading import BlockReading, change_reading
-from outrider.draft_models.eagle3.checkpoint import TRAINING_FILE as HEAD_TRAINING_FILE
-from outrider.draft_models.eagle3.checkpoint import StoredHead, open_head
+from outrider.draft_models.eagle3.checkpoint import open_head
 from outrider.draft_models.eagle3.model import Eagle3, Steps
-from outrider.draft_models.eagle3.reading import Reading
 from outrider.draft_models.early_exit.model import EarlyExit
-from outrider.draft_models.heads.files import D2T, HeadFiles
+from outrider.draft_models.heads.files import D2T, StoredDrafter
+from outrider.draft_models.heads.layers import DraftHead
 from outrider.draft_models.heads.sizes import (
     HeadSizes,
-    Sizes,
     apply_changes,
     default_aux_layers,
     require_fitting_target,
@@ -56,7 +53,6 @@ from outrider.inference.drafters.plugin import read_record
 from outrider.inference.settings.kinds import DFLASH, EAGLE3, EARLY_EXIT, MTP, SMALL_LM
 
 DECLARED = "as declared"
-Head = TypeVar("Head")
 BLOCK_STEPS = 4  # tokens of a block's draft that are judged
 STEPS = 2  # draft steps of a head: the first reads true features, the second also one of the head's own outputs
 _FAULTS = {  # by the changed field of `Reading`: what is wrong with the head, where the option does not say it
@@ -223,77 +219,43 @@ def examine_head(
     target: OpenTarget,
     stack: Target,
     changes: ReadingChanges,
-    open_stored: Callable[..., StoredHead] = open_head,
+    open_stored: Callable[..., StoredDrafter[DraftHead]] = open_head,
+    draft: Callable[..., Tensor] = draft_by_head,
 ) -> Examinee:
-    """An EAGLE-3 or MTP head for `stack`. Its weights are read once for all variants.
+    """A draft head for `stack`. Its weights are read once for all variants.
 
-    changes: those with which it is read now; they count as declared. open_stored: opens a head of this kind.
+    changes: those with which it is read now; they count as declared. open_stored, draft: of this kind of head.
     """
     stored_head, layered = open_stored(where, target.config, changes), require_layers(stack)
-    tensors = stored_head.tensors(stack.dtype, stack.device)
+    tensors, declared = stored_head.tensors(stack.dtype, stack.device), stored_head.reading
 
-    def make(reading: Reading) -> Eagle3:
+    def make(reading: HeadSizes) -> DraftHead:
         require_fitting_target(reading, target.config, stored_head.where)
         head = stored_head.make(reading, tensors)
         head.use_target(layered)
         return head
 
-    apply: Callable[[Reading, ReadingChanges], Reading] = partial(apply_changes, target=target.config)
-    variants = list(_try_readings(stored_head.reading, apply, make, draft_by_head, target))
-    still = partial(draft_by_head, make(stored_head.reading), still=True)
-    variants.append(Variant("drafted positions stand still", still, stored_head.reading.taps, meaning=_STILL))
-    facts = _head_facts(stored_head, stored_head.dialect, stored_head.reading, HEAD_TRAINING_FILE, tensors, target)
-    return Examinee(variants, list(facts))
-
-
-def examine_block(_: object, where: str, target: OpenTarget, stack: Target, changes: ReadingChanges) -> Examinee:
-    """The same of a block drafter, DFlash or DSpark."""
-    stored, layered = open_drafter(where, target.config, changes), require_layers(stack)
-    tensors = stored.tensors(stack.dtype, stack.device)
-
-    def make(reading: BlockReading) -> DFlash:
-        require_fitting_target(reading, target.config, stored.where)
-        drafter = make_drafter(reading, tensors, stored.where)
-        drafter.use_target(layered)
-        return drafter
-
-    apply: Callable[[BlockReading, ReadingChanges], BlockReading] = partial(change_reading, target=target.config)
-    variants = list(_try_readings(stored.reading, apply, make, draft_by_block, target))
-    facts = [*_head_facts(stored, stored.dialect, stored.reading, BLOCK_TRAINING_FILE, tensors, target)]
-    if stored.config.get("enable_confidence_head") and stored.reading.confidence == "none":
-        facts.append(Fact("confidence head", "declared, but its tensors are not in the file", True))
-    return Examinee(variants, facts)
-
-
-def _try_readings(
-    declared: Sizes,
-    apply: Callable[[Sizes, ReadingChanges], Sizes],
-    make: Callable[[Sizes], Head],
-    draft: Callable[[Head, Recording], Tensor],
-    target: OpenTarget,
-) -> Iterator[Variant]:
-    """A variant for the declared reading, and for each reading near it that the stored tensors fit."""
-    yield Variant(DECLARED, partial(draft, make(declared)), declared.taps)
-    seen = [declared]
+    variants, seen = [Variant(DECLARED, partial(draft, make(declared)), declared.taps)], [declared]
     for change in _neighbours(declared, target):
         try:
-            reading = apply(declared, change)
+            reading = apply_changes(declared, change, target.config)
             if reading in seen:
                 continue
-            head = make(reading)
+            variant = partial(draft, make(reading))
         except UserError:  # the stored tensors do not fit such a head
             continue
         seen.append(reading)
         option, meaning = str(change), _FAULTS.get(next(iter(change.overrides)), _UNLIKE)
-        yield Variant(option, partial(draft, head), reading.taps, option, meaning)
+        variants.append(Variant(option, variant, reading.taps, option, meaning))
+    if draft is draft_by_head:
+        still = partial(draft, make(declared), still=True)
+        variants.append(Variant("drafted positions stand still", still, declared.taps, meaning=_STILL))
+    return Examinee(variants, list(_head_facts(stored_head, tensors, target)))
 
 
-def _head_facts(
-    stored: HeadFiles, dialect: str, reading: HeadSizes, record_file: str, tensors: Mapping[str, Tensor],
-    target: OpenTarget,
-) -> Iterator[Fact]:  # fmt: skip
-    record = read_record(stored.source, record_file)
-    yield Fact("written", f"{'here' if stored.made_here else 'elsewhere'}, in the dialect of {dialect}")
+def _head_facts(stored: StoredDrafter[DraftHead], tensors: Mapping[str, Tensor], target: OpenTarget) -> Iterator[Fact]:
+    reading, record = stored.reading, read_record(stored.source, stored.record)
+    yield Fact("written", f"{'here' if stored.made_here else 'elsewhere'}, in the dialect of {stored.dialect}")
     match stored.config.get("speculators_config"):
         case _ if record:
             yield compare_training_target(record, target)
@@ -302,6 +264,8 @@ def _head_facts(
     size = reading.draft_vocabulary
     if size < reading.vocabulary and reading.draft_ids == "offset" and not tensors[D2T].any():
         yield Fact("d2t", f"all zero: its tokens are the first {size}, as it was never put in", True)
+    if stored.config.get("enable_confidence_head") and CONFIDENCE not in tensors:
+        yield Fact("confidence head", "declared, but its tensors are not in the file", True)
     limit, context = reading.max_positions, context_limit(target.config)
     if limit < context:
         yield Fact("positions", f"max_position_embeddings={limit}, the target's {context}: servers stop there", True)
@@ -329,5 +293,5 @@ EXAMINERS: dict[str, Callable[..., Examinee]] = {
     SMALL_LM.name: examine_lm,
     EAGLE3.name: examine_head,
     MTP.name: partial(examine_head, open_stored=open_mtp),
-    DFLASH.name: examine_block,
+    DFLASH.name: partial(examine_head, open_stored=open_drafter, draft=draft_by_block),
 }

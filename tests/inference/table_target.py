@@ -71,7 +71,7 @@ class TableBlock(TableModel):
     the drafted one the other half."""
 
     reading = SimpleNamespace(
-        taps=(1,), windows=(None,), causal=(False,), sample_from_anchor=True, block=3, drafted=3, mask_token=0
+        taps=(1,), windows=(None,), spans=[(None, False)], sample_from_anchor=True, block=3, drafted=3, mask_token=0
     )
 
     def embed(self, tokens: Tensor) -> Tensor:

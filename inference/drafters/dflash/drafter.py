@@ -6,32 +6,29 @@ from pathlib import Path
 from typing import Unpack, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig
 
-from outrider.draft_models.calibration import META_FILE, drafter_digest
+from outrider.draft_models.calibration import META_FILE
 from outrider.draft_models.dflash import checkpoint
 from outrider.draft_models.dflash.dialects import is_block_drafter, local_name
 from outrider.draft_models.dflash.model import DFlash
-from outrider.draft_models.heads.files import stored_tokens
 from outrider.draft_models.targets.attention import additive_mask
 from outrider.draft_models.targets.open_target import OpenTarget
-from outrider.draft_models.targets.settings import ReadingChanges
-from outrider.draft_models.targets.stack import require_layers
-from outrider.draft_models.targets.target import Mask, Target, TextMasks
+from outrider.draft_models.targets.target import Mask, TextMasks
 from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.core.drafter import DraftModel
 from outrider.inference.core.session import Session, View
 from outrider.inference.core.tree import chain_parents
 from outrider.inference.drafters.dflash import KIND
 from outrider.inference.drafters.draft_model import BesideTarget, OnePass
-from outrider.inference.drafters.model_plugin import Calibrated, TrainedDrafterPlugin, without_calibration
+from outrider.inference.drafters.head_plugin import HeadPlugin
+from outrider.inference.drafters.model_plugin import Calibrated
 from outrider.inference.drafters.plugin import ModelOptions
-from outrider.inference.engines.packing import lay_out
 from outrider.inference.settings.method import MethodConfig
 
 
-def block_mask(mask: Mask, positions: Tensor, window: int | None, *, causal: bool) -> Mask:
+def block_mask(mask: Mask, positions: Tensor, window: int | None, causal: bool) -> Mask:
     """The mask of a layer for a block at `positions` [1, n], whose slots are its positions.
 
     mask: what the session would give a chain, of the same shape; None: of a single row. Padding rows of a pass of fixed
@@ -39,7 +36,7 @@ def block_mask(mask: Mask, positions: Tensor, window: int | None, *, causal: boo
     """
     if isinstance(mask, TextMasks):
         texts = zip(mask.masks, positions.split(mask.rows, dim=1), strict=True)
-        return replace(mask, masks=tuple(block_mask(*text, window, causal=causal) for text in texts))
+        return replace(mask, masks=tuple(block_mask(*text, window, causal) for text in texts))
     if not isinstance(mask, Tensor):
         return mask
     rows = positions[0, :, None]  # [n, 1]
@@ -86,19 +83,19 @@ class BlockPasses(BesideTarget):
     def run_pass(self, tokens: Tensor) -> Tensor:
         """Run a block, root and masks [n]; returns the logits of the rows that draft, [n or n − 1, K]."""
         self._store_context()
-        drafter, spans = self.drafter, self.drafter.reading
+        drafter, reading = self.drafter, self.drafter.reading
 
         def block_pass(tokens: Tensor, view: View) -> tuple[Tensor, Tensor]:
-            chain, layers = view.masks()[spans.windows[0]], zip(spans.windows, spans.causal, strict=True)
-            by_span = {span: block_mask(chain, view.positions, span[0], causal=span[1]) for span in {*layers}}
-            masks = [by_span[span] for span in zip(spans.windows, spans.causal, strict=True)]
-            hidden = drafter.run(drafter.embed(tokens[None]), masks, view.rotary, view.cache)
+            chain, spans = view.masks()[reading.windows[0]], reading.spans
+            masks = {span: block_mask(chain, view.positions, *span) for span in {*spans}}
+            of_layers = [masks[span] for span in spans]
+            hidden = drafter.run(drafter.embed(tokens[None]), of_layers, view.rotary, view.cache)
             return hidden, drafter.draft_logits(hidden)
 
         hidden, logits = self.session.run_rows("block", block_pass, tokens, chain_parents(0, len(tokens)))
         self.session.first_cache.keep(self.session.base, ())
         self.session.start_round()
-        first = 0 if spans.sample_from_anchor else 1
+        first = 0 if reading.sample_from_anchor else 1
         self.hidden = hidden[0, first:]
         return logits[0, first:]
 
@@ -130,28 +127,16 @@ class OneBlock(OnePass):
         return self.drafter.bias(logits, tokens)
 
 
-class DFlashPlugin(TrainedDrafterPlugin[DFlash]):
-    """The model is a `DFlash`.
+class DFlashPlugin(HeadPlugin[DFlash]):
+    """The model is a `DFlash`."""
 
-    changes: overrides of the reading that a file's config declares.
-    """
+    kind, record, local_name = KIND, checkpoint.TRAINING_FILE, local_name
 
-    kind, record = KIND, checkpoint.TRAINING_FILE
-
-    def __init__(self, changes: ReadingChanges = checkpoint.AS_DECLARED):
-        self.changes = changes
-
-    def read_with(self, changes: ReadingChanges) -> "DFlashPlugin":
-        return DFlashPlugin(changes)
-
-    def is_foreign(self, where: str, target: OpenTarget) -> bool:
-        return not checkpoint.open_drafter(where, target.config, self.changes).made_here
+    def open_head(self, where: str, target: PreTrainedConfig) -> checkpoint.StoredBlock:
+        return checkpoint.open_drafter(where, target, self.changes)
 
     def is_in(self, folder: str) -> bool:
         return is_block_drafter(open_tensors(folder).file_of)  # its config may name a causal LM
-
-    def digest(self, where: str) -> str:
-        return drafter_digest(open_tensors(where), self.changes.overrides)
 
     def load(
         self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **options: Unpack[ModelOptions]
@@ -163,25 +148,11 @@ class DFlashPlugin(TrainedDrafterPlugin[DFlash]):
                 return cast("DFlash", Calibrated(drafter, drafter.confidence_head))
         return super().load(where, target, methods, **options)
 
-    def load_drafter(self, where: str, target: OpenTarget, **options: Unpack[ModelOptions]) -> DFlash:
-        return checkpoint.open_drafter(where, target.config, self.changes).load(**options)
-
-    def prepare(self, model: DFlash, target: Target) -> None:
-        drafter = without_calibration(model)
-        drafter.use_target(require_layers(target))
-        lay_out(drafter, target.device)
-
-    def draft_vocabulary(self, where: str) -> Sequence[int] | None:
-        return stored_tokens(where, local_name, by_index=self.changes.draft_ids == "index")
-
-    def empty_model(self, where: str, target: PreTrainedConfig) -> nn.Module:
-        return DFlash(checkpoint.open_drafter(where, target, self.changes).reading, all_tokens=True)
-
     def vllm_method(self, where: str, target: OpenTarget) -> str | None:
-        return checkpoint.vllm_method(checkpoint.open_drafter(where, target.config, self.changes).reading)
+        return checkpoint.vllm_method(self.open_head(where, target.config).reading)
 
     def export(self, where: str, target: OpenTarget, dtype: torch.dtype, folder: Path) -> None:
-        stored = checkpoint.open_drafter(where, target.config, self.changes)
+        stored = self.open_head(where, target.config)
         made_here = stored.made_here and not self.changes.overrides
         checkpoint.save_drafter(folder, stored.load(dtype), target.config, made_here=made_here)
 

@@ -2,30 +2,22 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig
 
-from outrider.draft_models.calibration import drafter_digest
 from outrider.draft_models.eagle3 import checkpoint
 from outrider.draft_models.eagle3.dialects import is_head, local_name
 from outrider.draft_models.eagle3.model import Eagle3
-from outrider.draft_models.heads.files import stored_tokens
 from outrider.draft_models.targets.open_target import OpenTarget
-from outrider.draft_models.targets.settings import ReadingChanges
-from outrider.draft_models.targets.stack import require_layers
-from outrider.draft_models.targets.target import Target
 from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.core.drafter import DraftModel
 from outrider.inference.core.session import Session, View
 from outrider.inference.core.tree import chain_parents
 from outrider.inference.drafters.draft_model import BesideTarget
 from outrider.inference.drafters.eagle3 import KIND
-from outrider.inference.drafters.model_plugin import TrainedDrafterPlugin, without_calibration
-from outrider.inference.drafters.plugin import ModelOptions
-from outrider.inference.engines.packing import lay_out
+from outrider.inference.drafters.head_plugin import HeadPlugin
 from outrider.inference.settings.method import MethodConfig
 
 
@@ -109,47 +101,16 @@ class Eagle3DraftModel(BesideTarget):
         self._tokens = torch.cat([self._tokens, torch.tensor(fresh, dtype=torch.long, device=self._tokens.device)])
 
 
-class Eagle3Plugin(TrainedDrafterPlugin[Eagle3]):
-    """The model is an `Eagle3`.
+class Eagle3Plugin(HeadPlugin[Eagle3]):
+    """The model is an `Eagle3`."""
 
-    changes: overrides of the reading that a head's config declares.
-    """
-
-    kind, record = KIND, checkpoint.TRAINING_FILE
-
-    def __init__(self, changes: ReadingChanges = checkpoint.AS_DECLARED):
-        self.changes = changes
-
-    def read_with(self, changes: ReadingChanges) -> Self:
-        return type(self)(changes)
+    kind, record, local_name = KIND, checkpoint.TRAINING_FILE, local_name
 
     def open_head(self, where: str, target: PreTrainedConfig) -> checkpoint.StoredHead:
-        """The head in `where`, for a target of this config."""
         return checkpoint.open_head(where, target, self.changes)
-
-    def is_foreign(self, where: str, target: OpenTarget) -> bool:
-        return not self.open_head(where, target.config).made_here
 
     def is_in(self, folder: str) -> bool:
         return is_head(open_tensors(folder).file_of)  # its config may name a causal LM
-
-    def digest(self, where: str) -> str:
-        return drafter_digest(open_tensors(where), self.changes.overrides)
-
-    def load_drafter(self, where: str, target: OpenTarget, **options: Unpack[ModelOptions]) -> Eagle3:
-        return self.open_head(where, target.config).load(**options)
-
-    def prepare(self, model: Eagle3, target: Target) -> None:
-        drafter = without_calibration(model)
-        drafter.use_target(require_layers(target))
-        lay_out(drafter, target.device)
-
-    def draft_vocabulary(self, where: str) -> Sequence[int] | None:
-        return stored_tokens(where, local_name, by_index=self.changes.draft_ids == "index")
-
-    def empty_model(self, where: str, target: PreTrainedConfig) -> nn.Module:
-        stored = self.open_head(where, target)
-        return stored.module(stored.reading, all_tokens=True)
 
     def export(self, where: str, target: OpenTarget, dtype: torch.dtype, folder: Path) -> None:
         stored = self.open_head(where, target.config)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from outrider.base.errors import UserError
-from outrider.draft_models.eagle3.checkpoint import make_head, open_head, save_head
+from outrider.draft_models.eagle3.checkpoint import open_head, save_head
 from outrider.draft_models.eagle3.model import Eagle3, Steps
 from outrider.draft_models.heads.joint import attend_jointly
 from outrider.draft_models.targets.attention import packed_band
@@ -267,11 +267,11 @@ def test_another_reading_of_the_same_tensors_is_another_head(tmp_path: Path) -> 
     ids = torch.tensor(facts.draft_tokens)
     stored = open_head(write_head(tmp_path / "a", facts, {**weights, "d2t": ids}), TARGET)
     tensors = stored.tensors(torch.float32)
-    refusal("It holds offsets", make_head, stored.reading, tensors, stored.source)
-    head = make_head(replace(stored.reading, draft_ids="index"), tensors, stored.source)
+    refusal("It holds offsets", stored.make, stored.reading, tensors)
+    head = stored.make(replace(stored.reading, draft_ids="index"), tensors)
     save_head(tmp_path / "b", head, "speculators", TARGET, "someone/target")
     assert torch.equal(load_file(tmp_path / "b" / "model.safetensors")["d2t"], weights["d2t"])
-    other = make_head(replace(head.reading, norm_before_residual=False), tensors, stored.source)
+    other = stored.make(replace(head.reading, norm_before_residual=False), tensors)
     outputs = []
     for one in (head, other):
         one.reserve(4)

@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider.base.errors import UserError
-from outrider.draft_models.dflash.checkpoint import drafter_shapes, open_drafter, save_drafter
+from outrider.draft_models.dflash.checkpoint import open_drafter, save_drafter
 from outrider.draft_models.dflash.model import DFlash
 from outrider.draft_models.dflash.reading import BlockReading
-from outrider.draft_models.heads.files import DRAFT_TOKENS, MADE_WITH
+from outrider.draft_models.heads.files import DRAFT_TOKENS, MADE_WITH, module_shapes
 from outrider.draft_models.targets.settings import ReadingChanges
 from outrider.inference.doctor.examine import compare_variants, score_variants
-from outrider.inference.doctor.examinees import draft_by_block, examine_block
+from outrider.inference.doctor.examinees import EXAMINERS, draft_by_block
 from outrider.inference.doctor.scores import Findings, describe_findings, join_scores, refuse_reading, score_logits
 from outrider.inference.drafters.dflash.drafter import DFlashPlugin
 from tests.inference.doctor.fitted import ROPE, TAPS, TOKENS, Clinic
@@ -28,12 +28,10 @@ from tests.inference.doctor.fitted import ROPE, TAPS, TOKENS, Clinic
 PLAIN = BlockReading(
     taps=TAPS, target_hidden=64, hidden=64, intermediate=96, layers=1, heads=4, key_heads=2, head_dim=16, epsilon=1e-5,
     activation="silu", vocabulary=260, draft_vocabulary=len(TOKENS), rope=ROPE, max_positions=256, windows=(None,),
-    head_norms=True, block=8, mask_token=2, sample_from_anchor=False, causal=(False,),
+    head_norms=True, block=8, mask_token=2, sample_from_anchor=False, causal=False,
 )  # fmt: skip
 # DSpark, whose rows see no later ones and rotate neighbours.
-MARKOV = replace(
-    PLAIN, block=4, causal=(True,), neox=False, sample_from_anchor=True, markov_rank=4, confidence="markov"
-)
+MARKOV = replace(PLAIN, block=4, causal=True, neox=False, sample_from_anchor=True, markov_rank=4, confidence="markov")
 
 
 def trained(clinic: Clinic, reading: BlockReading, steps: int = 45) -> DFlash:
@@ -41,10 +39,10 @@ def trained(clinic: Clinic, reading: BlockReading, steps: int = 45) -> DFlash:
     generator = torch.Generator().manual_seed(0)
     weights = {
         name: torch.randn(shape, generator=generator) * shape[-1] ** -0.5 if len(shape) == 2 else torch.ones(shape)
-        for name, shape in drafter_shapes(reading).items()
+        for name, shape in module_shapes(DFlash, reading).items()
     }
     weights["layers.0.self_attn.q_norm.weight"] *= 2  # so that positions matter
-    drafter = DFlash.of(reading, {**weights, DRAFT_TOKENS: torch.tensor(TOKENS)})
+    drafter = DFlash(reading, all_tokens=False).with_weights({**weights, DRAFT_TOKENS: torch.tensor(TOKENS)})
     drafter.use_embedding(clinic.stack.embed_tokens.weight)
     learning = [weight.requires_grad_(True) for weight in drafter.parameters()]
     optimizer = torch.optim.Adam(learning, lr=5e-3)
@@ -91,7 +89,7 @@ def examined(ward: Ward, where: str) -> Findings:
     clinic = ward.clinic
     drafter = open_drafter(where, clinic.target.config).load(torch.float32)
     DFlashPlugin().prepare(drafter, clinic.stack)
-    examinee = examine_block(drafter, where, clinic.target, clinic.stack, ReadingChanges())
+    examinee = EXAMINERS["dflash"](drafter, where, clinic.target, clinic.stack, ReadingChanges())
     return compare_variants(examinee, score_variants(clinic.texts, {"dflash": examinee})["dflash"])
 
 
@@ -116,7 +114,7 @@ def embedding(config: dict[str, Any], weights: dict[str, Tensor]) -> None:
 
 
 def lost_causality(config: dict[str, Any], weights: dict[str, Tensor]) -> None:
-    del config["dflash_config"]["causal"]
+    config["dflash_config"]["causal"] = None
 
 
 MISREAD: dict[str, tuple[str, Edit, str]] = {  # whose; with the option that reads it rightly

@@ -11,9 +11,11 @@ from transformers import PreTrainedModel
 from outrider.draft_models.dflash.checkpoint import open_drafter
 from outrider.draft_models.dflash.model import BlockAttention, DFlash
 from outrider.draft_models.targets.stack import LayerStack
+from outrider.inference.core.decode import speculative
 from outrider.inference.core.target_session import Runtime
 from outrider.inference.drafters.dflash import drafter as dflash
 from outrider.inference.drafters.dflash.drafter import BlockPasses, DFlashPlugin, OneBlock
+from outrider.inference.settings.method import MethodConfig, StopConfig
 from tests.block_drafters import (
     DIALECTS,
     LAYERS,
@@ -29,7 +31,10 @@ from tests.block_drafters import (
 )
 from tests.faults import plant
 from tests.inference.drafters.test_eagle3 import drafts, graphed
+from tests.known_targets import COUNT, PROMPT, Target, targets, tokens_of
 from tests.tiny import open_stack, save_target
+
+make = pytest.fixture(scope="module")(targets)
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,7 @@ FAULTS = {  # of a class or module: its function, and what stands there instead
     "accepted positions have no feature": (BlockPasses, "commit", "aux_hidden(rows)", "aux_hidden(rows[:1])"),
     "rows see no later row": (dflash, "block_mask", "rows if causal else rows.max()", "rows"),
     "a window of the chain": (dflash, "block_mask", ".abs() < window", ".abs() < window + 1"),
-    "a slot too early": (BlockPasses, "run_pass", "0 if spans.sample_from_anchor else 1", "0"),
+    "a slot too early": (BlockPasses, "run_pass", "0 if reading.sample_from_anchor else 1", "0"),
     "a bias by another token": (OneBlock, "extend", "bias(logits, tokens)", "bias(logits, tokens - tokens)"),
     "the bias forgotten": (OneBlock, "extend", "self.drafter.bias(logits, tokens)", "logits"),
     "keys are not rotated": (BlockAttention, "store", "self.rotate(self.k_norm(key), rotary)", "self.k_norm(key)"),
@@ -135,3 +140,17 @@ def test_a_planted_fault_is_seen(cases: Callable[[str], Case], monkeypatch: pyte
     plant(monkeypatch, *FAULTS[fault])
     with pytest.raises((AssertionError, IndexError)):
         assert largest_error(case, Runtime(), 5) < 1e-3
+
+
+def test_a_context_one_position_off_costs_acceptance_but_no_token(
+    make: Callable[..., Target], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, accepted = make("llama"), list[int]()
+    for fault in ((), ("the context is one position off",)):
+        for name in fault:
+            plant(monkeypatch, *FAULTS[name])
+        drafter = target.drafter("dflash, markov", MethodConfig("dflash", stop=StopConfig(max_draft=3)))
+        rounds = list(speculative(target.stack, drafter, PROMPT, max_new_tokens=COUNT))
+        assert tokens_of(rounds) == target.text_after(PROMPT, COUNT)
+        accepted.append(sum(r.accepted for r in rounds))
+    assert accepted[0] > accepted[1] + 2
