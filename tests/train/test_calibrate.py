@@ -24,6 +24,7 @@ from outrider.draft_models.targets.tensor_files import TensorFiles
 from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.core.drafter import Drafter, DraftModel
 from outrider.inference.core.rounds import Round
+from outrider.inference.drafters.dflash.drafter import OneBlock
 from outrider.inference.drafters.eagle3.drafter import Eagle3DraftModel
 from outrider.inference.drafters.early_exit.drafter import EarlyExitDraftModel
 from outrider.inference.drafters.model_drafter import ModelDrafter
@@ -49,7 +50,7 @@ from outrider.train.parts.capture import (
     select_tested,
 )
 from tests import tiny
-from tests.fitted_heads import fitted_head
+from tests.fitted_heads import fitted_block, fitted_head
 from tests.refusals import refusal
 from tests.train.jobs import CALIBRATING as FIT
 from tests.train.jobs import calibrating, captured_by, interrupted_at, same, save_for_calibration
@@ -70,6 +71,13 @@ def drafting(kind: str, path: Path, prompt: list[int]) -> tuple[Callable[[], Dra
         answer = [token for r in autoregressive(stack, prompt, max_new_tokens=30) for token in r.tokens]
         head = fitted_head(stack, [(prompt, answer)])
         return lambda: Eagle3DraftModel(head), head.logits
+    if kind == "dspark":
+        answer = [token for r in autoregressive(stack, prompt, max_new_tokens=30) for token in r.tokens]
+        block = fitted_block(stack, [(prompt, answer)], rank=6)
+        bias = block.markov_head.markov_w2  # type: ignore[union-attr]
+        return lambda: OneBlock(block), lambda evidence: block.spread(
+            block.draft_logits(evidence[:, :-6]) + bias(evidence[:, -6:])
+        )
     generator = torch.Generator().manual_seed(5)
     for parameter in stack.layers[-1].parameters():
         if parameter.ndim == 2:
@@ -77,7 +85,7 @@ def drafting(kind: str, path: Path, prompt: list[int]) -> tuple[Callable[[], Dra
     return lambda: SmallLMDraftModel(stack), stack.logits
 
 
-@pytest.mark.parametrize("kind", ["early_exit", "small_lm", "eagle3"])
+@pytest.mark.parametrize("kind", ["early_exit", "small_lm", "eagle3", "dspark"])
 def test_what_is_captured_is_what_happened(tmp_path: Path, kind: str) -> None:
     """Every tested token, in order, with its outcome; hidden states and confidence are those of plain decoding."""
     path, prompt = tiny.save_target(tmp_path / "target"), tiny.random_prompt(12)
