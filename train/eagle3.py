@@ -1,4 +1,4 @@
-"""EAGLE-3 heads: trained with the whole target, by training-time test.
+"""EAGLE-3 heads: trained with the whole target, by training-time test. MTP heads are refitted in the same way.
 
     python train/eagle3.py target=MODEL data=ultrachat
 
@@ -26,16 +26,25 @@ from transformers import PreTrainedConfig
 
 from outrider.base.errors import UserError, warn
 from outrider.base.processes import say
+from outrider.base.settings import require_default
 from outrider.base.streams import Streams
 from outrider.data_prep.text.rows import PackedRows, load_rows
 from outrider.draft_models.eagle3 import checkpoint as heads
 from outrider.draft_models.eagle3.dialects import require_expressible
 from outrider.draft_models.eagle3.model import Eagle3, Mask, Steps
 from outrider.draft_models.eagle3.reading import Reading, new_reading
+from outrider.draft_models.formats.gguf_file import find_gguf
+from outrider.draft_models.losses import PLAIN, head_product
+from outrider.draft_models.mtp.checkpoint import USE, StoredMtp, open_mtp, save_mtp
+from outrider.draft_models.mtp.model import MtpHead
+from outrider.draft_models.mtp.reading import MtpReading
+from outrider.draft_models.mtp.spellings import find_head
 from outrider.draft_models.targets.attention import packed_band
 from outrider.draft_models.targets.fingerprint import model_identity
 from outrider.draft_models.targets.model_files import layer_stack
+from outrider.draft_models.targets.model_spec import LogitRule
 from outrider.draft_models.targets.open_target import OpenTarget, open_target, stored_dtype
+from outrider.draft_models.targets.settings import EAGLE3, MTP, TARGET
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.inference.drafters.eagle3.drafter import Eagle3DraftModel
 from outrider.inference.loading.memory_plan import Plan
@@ -91,8 +100,7 @@ def train_eagle3(config: Eagle3Config) -> None:
             minutes=config.minutes,
         )  # fmt: skip
         if result is not None:
-            made_here = stored_head is None or stored_head.made_here  # another trainer's head is examined (doctor=true)
-            save_drafter(config, target.config, student.head, made_here, identity, result)
+            save_drafter(config, target.config, student.head, stored_head, identity, result)
 
 
 # --- the head, and what the target hands it
@@ -102,10 +110,16 @@ def open_start(config: Eagle3Config, target: OpenTarget) -> heads.StoredHead | N
     """The finished head to continue from, if any; warns if another trainer wrote it."""
     if config.start is None:
         return None
-    stored_head = heads.open_head(config.start, target.config, changes=config.reading)
+    source = config.target if config.start == TARGET else config.start
+    if find_gguf(source) is not None:
+        raise UserError(f"start={config.start}: a GGUF file, to which no head is written; give the directory or Hub "
+                        "name of the model that was converted, and convert the model with the new head")  # fmt: skip
+    is_mtp = config.start == TARGET or find_head(source) is not None
+    stored_head = open_mtp(source, target.config) if is_mtp else heads.open_head(source, target.config, config.reading)
     if not stored_head.made_here:
-        warn(f"start={config.start}: another trainer's head, read as its config.json says; examine it first "
-             "(evaluate-checkpoint eagle3=… doctor=true): a misread head learns to be one")  # fmt: skip
+        warn(f"start={config.start}: another trainer's head, read as its files say; examine it first "
+             f"(evaluate-checkpoint {MTP if is_mtp else EAGLE3}=… doctor=true): "
+             "a misread head learns to be one")  # fmt: skip
     return stored_head
 
 
@@ -121,7 +135,13 @@ def reading_of(config: Eagle3Config, stored_head: heads.StoredHead | None, targe
     if set(reading.windows) != {None}:
         raise UserError(f"start={config.start}: its layers see {list(reading.windows)} positions; only heads that see "
                         "all of them are trained here")  # fmt: skip
-    require_expressible(reading, heads.head_shapes(reading), config.dialect, target)
+    if isinstance(reading, MtpReading):
+        for name in ("reading", "dialect"):
+            require_default(config, name, "an MTP head is written in the spelling in which it was read")
+        has_matrix = config.train_head or reading.own_head
+        config.require("train_head", has_matrix, "true, as the logits' matrix of this MTP head is the target's")
+    else:
+        require_expressible(reading, heads.head_shapes(reading), config.dialect, target)
     require_context(target, config.seq_len, config.decode_tokens)
     return reading
 
@@ -137,10 +157,14 @@ def build_student(
     """The head on the whole target, both on `device`. tokens: the draft vocabulary of a new head."""
     stack = target.stack(dtype=frozen_dtype(config.frozen_dtype, device), device=device)
     if stored_head is not None:
-        return Eagle3Student(stack, stored_head.load(torch.float32, device), config)
+        return new_student(stack, stored_head.load(torch.float32, device), config)
     seed = Streams(config.fit.seed).number("weights", bits=63)
     head = heads.new_head(reading, stack, None if tokens is None else tokens.to(device), seed)
-    return Eagle3Student(stack, head, config)
+    return new_student(stack, head, config)
+
+
+def new_student(stack: LayerStack, head: Eagle3, config: Eagle3Config) -> "Eagle3Student":
+    return (MtpStudent if isinstance(head, MtpHead) else Eagle3Student)(stack, head, config)
 
 
 class Eagle3Student(HeadStudent):
@@ -156,7 +180,8 @@ class Eagle3Student(HeadStudent):
         steps = config.draft_steps
         super().__init__(stack, head, config, steps, [config.keep**step for step in range(steps)])
         self.keep, self.recomputes = config.keep, False
-        head.lm_head.requires_grad_(config.train_head)
+        if head.reading.own_head:
+            head.lm_head.requires_grad_(config.train_head)
 
     def gradient_checkpointing_enable(self) -> None:
         """Store the output of each step and recompute its activations in the backward pass."""
@@ -174,6 +199,10 @@ class Eagle3Student(HeadStudent):
     def product(self, predictions: Predictions, input_ids: Tensor) -> Product:
         return self.head.normalise(predictions.hidden), self.head.lm_head.weight  # [n, H], [V', H]
 
+    def features(self, aux: Tensor) -> Tensor:
+        """aux [B, T, k · H_t], the target's aux hidden states → the features of step 0 [B, T, H]."""
+        return self.head.features(aux.float())
+
     def unroll(
         self, input_ids: Tensor, positions: Tensor, documents: Tensor, aux: Tensor, loss_mask: Tensor
     ) -> Predictions:
@@ -188,7 +217,7 @@ class Eagle3Student(HeadStudent):
         mask, at = band, torch.arange(len(is_run), device=is_run.device).view_as(documents)  # where the step runs
         # Read from the module that holds it, unlike in `Eagle3.embed`, as launchers that shard weights expect.
         embedding = F.embedding(input_ids, (head.embed_tokens or self.stack.embed_tokens).weight).float()
-        features = head.features(aux.float()).float().view(*at.shape, -1)
+        features = self.features(aux).float().view(*at.shape, -1)
         cache, outputs, rows, labels = Steps(), list[Tensor](), list[Tensor](), list[Tensor]()
         for step in range(steps):
             if step and (picks := positions_to_run(is_run[at, step])) is not None:
@@ -215,6 +244,24 @@ class Eagle3Student(HeadStudent):
         return self.head.run(embedding, features, masks, self.head.rotary(positions + step), cache)
 
 
+class MtpStudent(Eagle3Student):
+    """An MTP head, which learns as an EAGLE-3 head does. It shares the target's final norm, and may share its head."""
+
+    head: MtpHead
+
+    @property
+    def rule(self) -> LogitRule:
+        return PLAIN if self.head.reading.own_head else self.stack.spec.logits
+
+    def product(self, predictions: Predictions, input_ids: Tensor) -> Product:
+        if self.head.reading.own_head:
+            return super().product(predictions, input_ids)
+        return head_product(self.stack.head, self.head.normalise(predictions.hidden))  # [n, H], [V, H]
+
+    def features(self, aux: Tensor) -> Tensor:
+        return self.stack.norm(aux) if self.head.reading.target_norm else aux
+
+
 # --- evaluation
 
 
@@ -228,8 +275,7 @@ def make_evaluation(
 
     def evaluate(step: int) -> Metrics:
         head = copy.deepcopy(student.head).to(student.stack.dtype).requires_grad_(False)
-        if not head.reading.own_embedding:
-            head.use_embedding(student.stack.embed_tokens.weight)
+        head.use_target(student.stack)
         return score_steps(student, batches, steps) | decoding(student.stack, Eagle3DraftModel(head))
 
     return evaluate
@@ -242,31 +288,36 @@ def save_drafter(
     config: Eagle3Config,
     target: PreTrainedConfig,
     trained_head: Eagle3,
-    made_here: bool,
+    stored_head: heads.StoredHead | None,
     identity: Mapping[str, object],
     result: FitResult,
 ) -> None:
     """Write the head as serving engines load it, its card and, last, the record of its training.
 
-    made_here: whether no other trainer's head was its start.
+    stored_head: its start, if any. Another trainer's head is examined later (doctor=true).
     """
     out_dir, reading, steps = Path(config.out_dir), trained_head.reading, min(config.draft_steps, 7)
-    head = copy.deepcopy(trained_head).to(stored_dtype(target)).requires_grad_(False)
-    heads.save_head(out_dir, head, config.dialect, target, config.target, steps, made_here=made_here)
+    dtype, use = stored_dtype(target), heads.describe_use(config.dialect)
+    if isinstance(stored_head, StoredMtp):
+        save_mtp(out_dir, trained_head, stored_head, dtype)
+        use = USE
+    else:
+        head, made_here = copy.deepcopy(trained_head).to(dtype), stored_head is None or stored_head.made_here
+        heads.save_head(out_dir, head, config.dialect, target, config.target, steps, made_here=made_here)
     if config.features in (None, "auto"):  # begun with auto, perhaps
         shutil.rmtree(out_dir / FEATURES, ignore_errors=True)
     facts: dict[str, object] = {"taps": list(reading.taps), "objective": config.objective}
     facts |= {"draft steps": config.draft_steps, "seq_len": config.seq_len}
     facts |= {"tokens": f"{reading.draft_vocabulary} of the target's {reading.vocabulary}"}
     record = (heads.TRAINING_FILE, identity)
-    write_records(config, heads.describe_use(config.dialect), facts, result, ("tau",), record)
+    write_records(config, use, facts, result, ("tau",), record)
 
 
 def plan_memory(config: Eagle3Config, reading: Reading, target: PreTrainedConfig) -> Plan:
     """The memory of training a head with this reading and the whole target of this config."""
     stack = layer_stack(empty_target(config, target)[0])
-    head = Eagle3(reading, all_tokens=reading.draft_vocabulary == reading.vocabulary)
-    student = Eagle3Student(stack, head, config)
+    module: type[Eagle3] = MtpHead if isinstance(reading, MtpReading) else Eagle3
+    student = new_student(stack, module(reading, all_tokens=reading.draft_vocabulary == reading.vocabulary), config)
     trained, frozen = student.count_parameters()
     facts = {"taps": ",".join(map(str, reading.taps)), "draft_steps": config.draft_steps}
     facts |= {"trained_parameters": trained, "frozen_parameters": frozen}

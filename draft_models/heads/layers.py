@@ -35,7 +35,7 @@ class HeadAttention(nn.Module):
         self.q_proj = nn.Linear(input_width, query_width, bias=bias)
         self.k_proj = nn.Linear(input_width, key_width, bias=bias)
         self.v_proj = nn.Linear(input_width, key_width, bias=bias)
-        self.o_proj = nn.Linear(query_width, sizes.hidden, bias=bias)
+        self.o_proj = nn.Linear(query_width, sizes.hidden, bias=bias and sizes.output_bias)
         self.q_norm = LlamaRMSNorm(sizes.head_dim, sizes.epsilon) if sizes.head_norms else nn.Identity()
         self.k_norm = LlamaRMSNorm(sizes.head_dim, sizes.epsilon) if sizes.head_norms else nn.Identity()
 

@@ -43,6 +43,7 @@ class HeadSizes(Settings):
     max_positions: Count  # as its trainer wrote it; only some ropes use it, and it is often less than the head supports
     windows: tuple[int | None, ...]  # for each layer: how many positions it sees, its own included; null: all
     attention_bias: bool = False
+    output_bias: bool = True  # where attention has biases, its output projection has one too (not in Qwen2)
     mlp_bias: bool = False
     head_norms: bool = False  # queries and keys are normed per head (Qwen3)
     own_embedding: bool = False  # false: it shares the target's embedding

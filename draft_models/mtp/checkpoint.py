@@ -1,30 +1,44 @@
-"""MTP heads on disk: opened strictly, in any spelling. Missing and unexpected tensors are errors."""
+"""MTP heads on disk: opened strictly, in any spelling, and written back. Missing and unexpected tensors are errors."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import ClassVar
 
 import torch
+from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from outrider.base.errors import UserError
+from outrider.base.files import read_mapping, require_writable, write_atomically, write_json
 from outrider.draft_models.eagle3.checkpoint import StoredHead, head_shapes
 from outrider.draft_models.eagle3.model import Eagle3
+from outrider.draft_models.formats.stored_tensors import CONFIG_FILE, SAFETENSORS
 from outrider.draft_models.heads.files import choose_weights, require_shapes
 from outrider.draft_models.heads.sizes import AS_DECLARED, HeadSizes, apply_changes, require_fitting_target
 from outrider.draft_models.mtp.model import MtpHead
 from outrider.draft_models.mtp.reading import MtpReading, read_shapes
 from outrider.draft_models.mtp.spellings import LAYER, find_head
 from outrider.draft_models.targets.settings import ReadingChanges
+from outrider.draft_models.targets.tensor_files import find_file
 
 # The fields of config.json that state the number of MTP layers.
 DECLARED_BY = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-_QUERY, _GATE, _OUTPUT_BIAS = (f"{LAYER}self_attn.{name}" for name in ("q_proj", "gate_proj", "o_proj.bias"))
+_QUERY, _GATE = (f"{LAYER}self_attn.{name}_proj" for name in ("q", "gate"))
+USE = """An MTP head: it drafts from the last hidden state of the target, and belongs to that target alone.
+
+Outrider, and a target without a head with this one, for servers:
+
+```
+evaluate-checkpoint target={target:option} mtp={path:option}
+outrider restore-mtp target={target:option} base={path:option} out_dir=runs/restored
+```"""
 
 
 class StoredMtp(StoredHead):
     """An MTP head on disk, checked but not loaded; `dialect` is its spelling. A target's config.json describes it."""
 
+    reading: MtpReading
     module: ClassVar[type[Eagle3]] = MtpHead
 
     def make(self, reading: HeadSizes, tensors: Mapping[str, Tensor]) -> Eagle3:
@@ -51,9 +65,11 @@ def open_mtp(source: str, target: PreTrainedConfig, changes: ReadingChanges = AS
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    file = None if head.spelling == "gguf" else find_file(source, CONFIG_FILE, None)
+    config = {} if file is None else read_mapping(file, "description of a model", "fetch it again")
     arranged = {name: tuple(tensor.shape) for name, tensor in arrange_tensors(declared, empty).items()}
     opened = StoredMtp(
-        source=source, where=where, config={}, files=head.files, stored_names=head.stored_names, shapes=arranged,
+        source=source, where=where, config=config, files=head.files, stored_names=head.stored_names, shapes=arranged,
         dialect=head.spelling, reading=declared,
     )  # fmt: skip
     require_shapes(declared, head_shapes(declared, MtpHead), opened, lambda name: head.stored_names.get(name, name))
@@ -78,7 +94,7 @@ def arrange_tensors(reading: MtpReading, tensors: Mapping[str, Tensor]) -> dict[
     """`tensors`, as `reading` reads them, by the names and in the layout of `MtpHead`; they may be on meta.
 
     fc's columns become [embedding; hidden state], norms' weights factors, and q_proj's rows, which alternate between
-    heads of queries and of gates, two matrices. Qwen2 has no bias of o_proj, which becomes 0.
+    heads of queries and of gates, two matrices.
     """
     arranged = dict(tensors)
     if reading.hidden_first and "fc.weight" in arranged:
@@ -89,6 +105,33 @@ def arrange_tensors(reading: MtpReading, tensors: Mapping[str, Tensor]) -> dict[
         if (joint := arranged.get(f"{_QUERY}.{kind}")) is not None:
             parts = joint.unflatten(0, (reading.heads, 2, reading.head_dim))  # [heads, 2, D, …]
             arranged[f"{_QUERY}.{kind}"], arranged[f"{_GATE}.{kind}"] = (part.flatten(0, 1) for part in parts.unbind(1))
-    if reading.attention_bias and _OUTPUT_BIAS not in arranged:
-        arranged[_OUTPUT_BIAS] = torch.zeros_like(arranged["fc.weight"][:, 0])  # [H]
     return arranged
+
+
+def spell_tensors(stored: StoredMtp, weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The float32 `weights`, by the names of `MtpHead`, as `stored` has them in its files, in `dtype`.
+
+    The inverse of `arrange_tensors`. A norm's weight w is read as 1 + w, so w is rounded to a multiple of 2⁻²³.
+    """
+    reading, spelled = stored.reading, dict(weights)
+    for kind in ("weight", "bias") if reading.output_gate else ():
+        if f"{_QUERY}.{kind}" in spelled:
+            pair = [spelled[f"{name}.{kind}"].unflatten(0, (reading.heads, -1)) for name in (_QUERY, _GATE)]
+            spelled[f"{_QUERY}.{kind}"] = torch.stack(pair, 1).flatten(0, 2)  # [heads · 2 · D, …]
+    if reading.norm_offset:
+        spelled |= {name: tensor - 1 for name, tensor in spelled.items() if "norm" in name}
+    if reading.hidden_first:
+        spelled["fc.weight"] = spelled["fc.weight"].roll(reading.hidden, 1)  # [H, 2 H]
+    return {stored_name: spelled[name].to(dtype) for name, stored_name in stored.stored_names.items()}
+
+
+def save_mtp(path: Path, head: Eagle3, stored: StoredMtp, dtype: torch.dtype) -> None:
+    """Write `head` in `dtype` to directory `path`, in the spelling of `stored`, with which its training began.
+
+    config.json is that beside `stored`, by which restore-mtp finds out to which models the head belongs.
+    """
+    require_writable(path)
+    weights = {name: tensor.detach().cpu() for name, tensor in head.state_dict().items()}
+    write_atomically(path / SAFETENSORS.single, save(spell_tensors(stored, weights, dtype), metadata={"format": "pt"}))
+    config = {key: value for key, value in stored.config.items() if key != "quantization_config"}
+    write_json(path / CONFIG_FILE, config)

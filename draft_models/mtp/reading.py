@@ -4,9 +4,9 @@ The head is a decoder layer of the target's kind. Its sizes and its rope are the
 
 Families agree in the first step's feature, the target's hidden state after its final norm, and feed the head's output
 back after the head's own norm (vLLM's qwen3_next_mtp.py, mimo_mtp.py; deepseek_mtp.py since its pull request 45895;
-llama.cpp for Qwen since its 24025). Older engines have both before the norm, and so has llama.cpp for DeepSeek and GLM.
-speculators trains on the hidden state before the norm. MiMo's fc reads [hidden state; embedding], the others'
-[embedding; hidden state].
+llama.cpp for Qwen since its 24025). vLLM's older DeepSeek and GLM have the feedback alone before the norm, llama.cpp's
+DeepSeek and GLM both. speculators trains on the hidden state before the norm. MiMo's fc reads [hidden state;
+embedding], the others' [embedding; hidden state].
 """
 
 from dataclasses import dataclass
@@ -62,6 +62,7 @@ def read_shapes(shapes: Shapes, target: PreTrainedConfig, spelling: str) -> MtpR
         "rope": {name: value for name, value in rope.items() if not name.startswith("mrope_")},  # alike for text
         "activation": getattr(config, "hidden_act", None) or "silu",
         "attention_bias": f"{_ATTENTION}q_proj.bias" in shapes,
+        "output_bias": f"{_ATTENTION}o_proj.bias" in shapes,
         "head_norms": f"{_ATTENTION}q_norm.weight" in shapes,
         "output_gate": query_rows == 2 * sizes["heads"] * sizes["head_dim"],
         "own_embedding": "embed_tokens.weight" in shapes,

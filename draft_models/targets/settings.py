@@ -79,6 +79,8 @@ TARGET, SMALL_LM, EARLY_EXIT, EAGLE3, TABLE = "target", "small_lm", "early_exit"
 MTP, DFLASH = "mtp", "dflash"
 _WITH_MTP = "target, if it has an MTP head, or a model directory, GGUF file or Hub name with one"
 MtpSource = Annotated[str, InputPath(_WITH_MTP, hub=True, besides=(TARGET,), holds=MODEL_FILES, begins=GGUF)]
+_START = "a directory or Hub name of an EAGLE-3 head or of a model with an MTP head; or target, if it has one"
+HeadStart = Annotated[str, InputPath(_START, hub=True, besides=(TARGET,), holds=("config.json",), begins=GGUF)]
 HEAD_FOLDER = "calibration"  # folder of a calibration head in a drafter's directory that other engines read too
 
 

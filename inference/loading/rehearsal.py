@@ -32,6 +32,7 @@ from outrider.draft_models.targets.settings import (
     DFLASH,
     EAGLE3,
     EARLY_EXIT,
+    MTP,
     SMALL_LM,
     TARGET,
     TargetOrTokenizer,
@@ -49,7 +50,7 @@ Run = TypeVar("Run", bound=RunConfig)
 Source = TypeVar("Source", bound=SourceConfig)
 _LIBRARY = SourceConfig(layout="code", max_records=10)  # files of Python's library, which replace a source
 _PIPELINE_RECORDS = 40  # the most records of a source that the pipeline wrote
-DRAFTERS = ("checkpoint", SMALL_LM, EAGLE3, DFLASH)  # whose training records may name the prompts' template
+DRAFTERS = ("checkpoint", SMALL_LM, EAGLE3, MTP, DFLASH)  # whose training records may name the prompts' template
 
 
 def rehearse(run: Callable[[Run], object], config: Run, typed_keys: Collection[str] = ()) -> None:

@@ -19,7 +19,9 @@ from torch import Tensor
 from outrider.base.wandb_config import WandbConfig
 from outrider.data_prep.text.documents import encode
 from outrider.data_prep.text.settings import DataConfig
+from outrider.draft_models.targets.open_target import load_config
 from outrider.draft_models.targets.stack import LayerStack
+from outrider.draft_models.tiny.models import save_tiny_mtp
 from outrider.inference.batch.directory import Response, Shard
 from outrider.inference.batch.tasks import TopK
 from outrider.inference.core.decode import speculative
@@ -124,6 +126,14 @@ def heading(target: Path, corpus: DataConfig, out_dir: Path, **changes: Any) -> 
         eval_rows=2, decode_prompts=2, decode_tokens=8, out_dir=str(out_dir),
     )  # fmt: skip
     return replace(settings, **changes)
+
+
+def refitting(target: Path, corpus: DataConfig, out_dir: Path, **changes: Any) -> Eagle3Config:
+    """The same of an MTP head, which is beside `out_dir`."""
+    start = out_dir.parent / "mtp"
+    if not start.exists():
+        save_tiny_mtp(start, load_config(str(target)))
+    return heading(target, corpus, out_dir, intermediate=None, **{"start": str(start), **changes})
 
 
 def sparking(target: Path, corpus: DataConfig, out_dir: Path, **changes: Any) -> DSparkConfig:

@@ -1,6 +1,7 @@
 """Training-time test over all positions at once equals drafting position by position: values and gradients."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -46,6 +47,7 @@ class Case:
     taps: Tensor  # [B, T, k, H]
     logits: Tensor  # [B, T, V]
     facts: Facts
+    reference: Callable[..., list[Tensor]] = reference
 
 
 @pytest.fixture(params=["3", "3.1"])
@@ -67,11 +69,20 @@ def a_case(
         parameter.data += 0.2 * size * torch.randn_like(parameter)
     options = OPTIONS | {"objective": objective, "keep": keep, "position_weights": weights}
     config: Any = SimpleNamespace(**options, fit=FitConfig(steps=1, seed=4))
-    student = Eagle3Student(stack, head, config)
+    newer = frozenset({"tap norms", "norm output"}) if version == "3.1" else frozenset[str]()
+    facts = Facts(
+        taps=TAPS, config={}, width=64, head_dim=16, theta=reading.rope["rope_theta"], epsilon=reading.epsilon,
+        draft_tokens=tuple(range(VOCABULARY) if tokens is None else tokens.tolist()), on=newer, prefix="layers.0.",
+    )  # fmt: skip
+    return with_rows(target, Eagle3Student(stack, head, config), facts)
+
+
+def with_rows(target: Path, student: Eagle3Student, facts: Any, make: Callable[..., list[Tensor]] = reference) -> Case:
+    """The case of a student on the target in `target`. make: the reference for its head."""
     documents = torch.tensor(DOCUMENTS)
     ids = torch.randint(256, documents.shape, generator=torch.Generator().manual_seed(2))
     positions, labels = torch.zeros_like(ids), torch.full_like(ids, IGNORE)
-    taps, logits = torch.zeros(*ids.shape, len(TAPS), 64), torch.zeros(*ids.shape, VOCABULARY)
+    taps, logits = torch.zeros(*ids.shape, len(facts.taps), 64), torch.zeros(*ids.shape, VOCABULARY)
     whole = AutoModelForCausalLM.from_pretrained(target, attn_implementation="eager").eval()
     for b, row in enumerate(DOCUMENTS):
         for document in set(row) - {-1}:
@@ -79,15 +90,10 @@ def a_case(
             positions[b, where] = torch.arange(len(where))
             labels[b, where[:-1]] = ids[b, where[1:]]
             states, logits[b, where] = boundaries(whole, ids[b, where])
-            taps[b, where] = torch.stack([states[tap] for tap in TAPS], 1)
+            taps[b, where] = torch.stack([states[tap] for tap in facts.taps], 1)
     labels[0, 2] = IGNORE  # an unsupervised position between others
     batch = {"input_ids": ids, "labels": labels, "positions": positions, "documents": documents}
-    newer = frozenset({"tap norms", "norm output"}) if version == "3.1" else frozenset[str]()
-    facts = Facts(
-        taps=TAPS, config={}, width=64, head_dim=16, theta=reading.rope["rope_theta"], epsilon=reading.epsilon,
-        draft_tokens=tuple(range(VOCABULARY) if tokens is None else tokens.tolist()), on=newer, prefix="layers.0.",
-    )  # fmt: skip
-    return Case(student, batch, taps, logits, facts)
+    return Case(student, batch, taps, logits, facts, make)
 
 
 @torch.no_grad()
@@ -121,7 +127,7 @@ def drafts(case: Case, weights: dict[str, Tensor]) -> dict[tuple[int, int, int],
                     number[place, step] = len(rows)
                     rows.append(Row(ids[place + 1 + step], place + step, sees, feature))
                     names.append((b, where[place], step))
-            found |= dict(zip(names, reference(case.facts, weights, embedding, rows), strict=True)) if rows else {}
+            found |= dict(zip(names, case.reference(case.facts, weights, embedding, rows), strict=True)) if rows else {}
     return found
 
 

@@ -26,7 +26,17 @@ from outrider.train.settings.drafters import DrafterConfig
 from tests.refusals import refusal
 from tests.tiers import typical_where
 from tests.tiny import save_target
-from tests.train.jobs import FIT, distilling, evaluated_by, finetuning, heading, interrupted_at, same, sparking
+from tests.train.jobs import (
+    FIT,
+    distilling,
+    evaluated_by,
+    finetuning,
+    heading,
+    interrupted_at,
+    refitting,
+    same,
+    sparking,
+)
 
 
 @dataclass(frozen=True)
@@ -56,12 +66,14 @@ TRAININGS = {
                        (lambda student: student.stack.norm.weight, "model.norm.weight"), {"objective": "reverse_kl"}),
     "eagle3": TrainingCase("eagle3", heading, train_eagle3, "model.safetensors",
                      (lambda student: student.head.norm.weight, "norm.weight"), {"step_decay": 0.5}),
+    "mtp": TrainingCase("mtp", refitting, train_eagle3, "model.safetensors",
+                  (lambda student: student.head.norm.weight, "mtp.norm.weight"), {"step_decay": 0.5}),
     "dspark": TrainingCase("dflash", sparking, train_dspark, "model.safetensors",
                      (lambda student: student.head.norm.weight, "norm.weight"), {"anchors": 0.5}),
 }  # fmt: skip
 
 
-RECORDS = {"small_lm": "finetune_drafter.json", "eagle3": "eagle3.json", "dflash": "dflash.json"}
+RECORDS = {"small_lm": "finetune_drafter.json", "eagle3": "eagle3.json", "mtp": "eagle3.json", "dflash": "dflash.json"}
 
 
 @pytest.fixture(params=TRAININGS.values(), ids=TRAININGS)
@@ -100,10 +112,11 @@ RUNS = [("early_exit", {}), ("eagle3", {"keep": 0.5, "position_weights": "dpace"
         ("small_lm", {"parallel": 3, "position_weights": "cat"})]  # fmt: skip
 
 
-STOPPED = [*RUNS, ("small_lm", {"on_policy": 0.5, "lora_rank": 2}), ("early_exit", {"parallel": 3})]
+STOPPED = [*RUNS[:3], ("mtp", {"keep": 0.5}), *RUNS[3:], ("small_lm", {"on_policy": 0.5, "lora_rank": 2}),
+           ("early_exit", {"parallel": 3})]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "more"), typical_where(RUNS[:3].__contains__, STOPPED))
+@pytest.mark.parametrize(("name", "more"), typical_where(STOPPED[:4].__contains__, STOPPED))
 def test_a_run_that_was_stopped_ends_with_the_same_bits(
     tmp_path: Path, target: Path, small: Path, corpus: DataConfig, name: str, more: dict[str, Any]
 ) -> None:

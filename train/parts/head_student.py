@@ -15,6 +15,7 @@ from outrider.draft_models.acceptance import acceptance_by_target, argmax_and_ac
 from outrider.draft_models.draft_vocabulary import draft_indices
 from outrider.draft_models.heads.layers import DraftHead
 from outrider.draft_models.losses import PLAIN, head_product, linear_cross_entropy, linear_divergence
+from outrider.draft_models.targets.model_spec import LogitRule
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.train.core.training import Batch, Metrics, Student
 from outrider.train.parts.position_weights import Product, Slots, cat_weights, dpace_weights, probabilities_of
@@ -77,6 +78,11 @@ class HeadStudent(Student):
     def product(self, predictions: Predictions, input_ids: Tensor) -> Product:
         """States [n, d] and the matrix [V', d] whose product is the logits of the predictions."""
 
+    @property
+    def rule(self) -> LogitRule:
+        """From the `product` to the logits."""
+        return PLAIN
+
     def forward(
         self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor, states: Tensor | None = None
     ) -> dict[str, Tensor]:
@@ -104,7 +110,7 @@ class HeadStudent(Student):
         if slots.kind == "cat":
             target_product = head_product(self.stack.head, target)
             return loss_weights * cat_weights(slots, probabilities_of(labels, target_product, self.stack.spec.logits))
-        q = probabilities_of(self.classes(predictions, labels), product, PLAIN)  # [n]
+        q = probabilities_of(self.classes(predictions, labels), product, self.rule)  # [n]
         return loss_weights * dpace_weights(slots, q, torch.ones_like(steps, dtype=torch.bool))
 
     def classes(self, predictions: Predictions, labels: Tensor) -> Tensor:
@@ -119,15 +125,14 @@ class HeadStudent(Student):
         target [B, T, H_t]: the target's states after its final norm. labels [B, T].
         """
         if self.objective == "cross_entropy":
-            return linear_cross_entropy(*product, self.classes(predictions, labels), shares=loss_weights)
+            classes = self.classes(predictions, labels)
+            return linear_cross_entropy(*product, classes, rule=self.rule, shares=loss_weights)
         positions, owners = predictions.labels.unique_consecutive(return_inverse=True)
         products = (*product, *head_product(self.stack.head, target.flatten(0, 1)[positions]))
-        rule, weights, tokens = (
-            self.stack.spec.logits,
-            {"owners": owners, "shares": loss_weights},
-            self.head.draft_tokens,
-        )
-        return linear_divergence(*products, None, self.objective, target_rule=rule, tokens=tokens, **weights)
+        return linear_divergence(
+            *products, None, self.objective, rule=self.rule, target_rule=self.stack.spec.logits,
+            tokens=self.head.draft_tokens, owners=owners, shares=loss_weights,
+        )  # fmt: skip
 
     @torch.no_grad()
     def target_states(self, input_ids: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
@@ -179,8 +184,9 @@ def score_batch(student: HeadStudent, batch: Batch, steps: int) -> tuple[Tensor,
     flat, owners = predictions.labels.unique_consecutive(return_inverse=True)
     target, logits = target_states[:, :, -1].flatten(0, 1)[flat], stack.logits_after_norm
     states, matrix = student.product(predictions, input_ids)
+    matrix = matrix.to(states.dtype)  # the target's, perhaps
     choices, accepted = argmax_and_acceptance(
-        lambda rows: head.spread(rows @ matrix.T), states, acceptance_by_target(logits, target[owners])
+        lambda rows: head.spread(student.rule(rows @ matrix.T)), states, acceptance_by_target(logits, target[owners])
     )
     assert accepted is not None
     by_label = accepted.new_full((labels.numel(), steps), torch.nan)

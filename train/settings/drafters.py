@@ -19,6 +19,7 @@ from outrider.draft_models.targets.settings import (
     DrafterFolder,
     FloatDtype,
     Head,
+    HeadStart,
     Model,
     ReadingChanges,
     Rehearsed,
@@ -297,11 +298,12 @@ class HeadTraining(Settings):
 class Eagle3Config(HeadTraining, DrafterTraining, Rehearsed, RunConfig):
     """EAGLE-3: train a head on hidden states of `target`, which runs along, by training-time test."""
 
-    start: Head | None = opt(None, debug=TinyModel(EAGLE3))
-    """an EAGLE-3 head to continue training, a directory or Hub name; null: a new one with random weights, except that
-    its logits' matrix begins as the target's"""
+    start: HeadStart | None = opt(None, debug=TinyModel(EAGLE3))
+    """an EAGLE-3 head to continue training, a directory or Hub name, or a model with an MTP head, which is written as
+    it was read; target: the target's own MTP head; null: a new EAGLE-3 head with random weights, except that its
+    logits' matrix begins as the target's"""
     reading: ReadingChanges = opt(factory=ReadingChanges, debug=DEFAULT)
-    """corrections of the config.json of the head in `start`"""
+    """corrections of the config.json of the EAGLE-3 head in `start`"""
     version: Annotated[Literal["3", "3.1"], BeforeValidator(str), _NEW] = "3.1"  # YAML reads numbers
     """3.1: norms each tap and each step's output; 3: neither, as first published"""
     draft_steps: Count = opt(7, "steps of training-time test: the tokens in a row that it learns to draft", debug=4)
@@ -314,6 +316,8 @@ class Eagle3Config(HeadTraining, DrafterTraining, Rehearsed, RunConfig):
         super().__post_init__()
         started = self.start is not None or not self.reading.overrides
         require(started, "reading", str(self.reading), "nothing without start=, which it is about")
+        latest = self.start != TARGET or self.revision is None
+        self.require("revision", latest, "null with start=target, whose head is looked for in the latest one")
         longest = self.seq_len - 2
         self.require("draft_steps", self.draft_steps <= longest, f"at most seq_len - 2 ({longest})")
 

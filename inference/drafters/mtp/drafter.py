@@ -14,7 +14,7 @@ from outrider.inference.drafters.mtp import KIND
 class MtpPlugin(Eagle3Plugin):
     """The model is an `MtpHead`. changes: overrides of the reading that its file's spelling declares."""
 
-    kind, record, has_card = KIND, "mtp.json", False  # no training here writes such a record
+    kind, has_card = KIND, False  # a target's directory has the target's card
 
     def open_head(self, where: str, target: PreTrainedConfig) -> StoredMtp:
         return open_mtp(where, target, self.changes)

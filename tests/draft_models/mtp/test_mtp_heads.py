@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderLayer, Qwen3NextRMSNorm
 
 from outrider.draft_models.eagle3.model import Eagle3
-from outrider.draft_models.mtp.checkpoint import arrange_tensors, lost_head, open_mtp
+from outrider.draft_models.mtp.checkpoint import arrange_tensors, lost_head, open_mtp, save_mtp, spell_tensors
 from outrider.draft_models.mtp.spellings import find_head
 from outrider.draft_models.targets.settings import ReadingChanges
 from tests.draft_models.eagle3.test_eagle3_heads import logits_of
@@ -167,6 +168,40 @@ def test_speculators_forward_gives_the_same(tmp_path: Path) -> None:
     expected = layer(aux, target.embed_tokens(tokens), attention_mask=mask, position_embeddings=rotary.tables[0])
     outputs = head.run(head.embed(tokens), head.features(aux), {None: causal}, rotary)
     torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=1e-4)
+
+
+# --- what is written
+
+
+def require_written_back(folder: Path, spelling: str, dtype: torch.dtype = torch.float32) -> None:
+    """A head that is loaded and written is the file, tensor by tensor and to the bit."""
+    family = FAMILIES[spelling]
+    tensors = {name: tensor.to(dtype) for name, tensor in stored_tensors(spelling, head_weights(family)).items()}
+    stored = open_mtp(write_head(folder / "read", spelling, tensors), config_of(family.architecture))
+    save_mtp(folder / "written", stored.load(torch.float32), stored, dtype)
+    torch.testing.assert_close(load_file(folder / "written" / "model.safetensors"), tensors, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spelling", [spelling for spelling in FAMILIES if spelling != "gguf"])
+def test_a_head_is_written_as_it_was_read(tmp_path: Path, spelling: str, dtype: torch.dtype) -> None:
+    require_written_back(tmp_path, spelling, dtype)
+
+
+WRITTEN_FAULTS = {
+    "queries before gates": ("stack(pair, 1)", "stack(pair)", "qwen"),
+    "columns as they are": ("if reading.hidden_first", "if False", "mimo"),
+    "norms as they are": ("tensor - 1", "tensor", "qwen"),
+    "norms that are rounded first": ("tensor - 1", "tensor.to(dtype) - 1", "qwen"),
+}
+
+
+@pytest.mark.parametrize("fault", WRITTEN_FAULTS)
+def test_planted_faults_of_writing_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    old, new, spelling = WRITTEN_FAULTS[fault]
+    plant(monkeypatch, sys.modules[save_mtp.__module__], spell_tensors.__name__, old, new)
+    with pytest.raises(AssertionError, match="not equal"):
+        require_written_back(tmp_path, spelling, torch.bfloat16)
 
 
 # --- what is refused
