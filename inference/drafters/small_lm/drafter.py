@@ -1,5 +1,6 @@
 """A small causal LM as the drafter."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Unpack, cast
@@ -21,7 +22,7 @@ from outrider.draft_models.small_lm.model import (
     load_for_engine,
     load_small_lm,
 )
-from outrider.draft_models.small_lm.pard2 import Pard2, projection_config
+from outrider.draft_models.small_lm.pard2 import PROJECTION_FILE, Pard2, projection_config
 from outrider.draft_models.targets.model_files import empty_model
 from outrider.draft_models.targets.model_spec import UNLIMITED
 from outrider.draft_models.targets.open_target import OpenTarget, position_limit, read_config
@@ -190,6 +191,13 @@ class SmallLMPlugin(TrainedDrafterPlugin[SmallLM]):
             expected = f"PARD-2 for this target's hidden states, not {pard2}; or methods.NAME.target_states=false"
             require(fits, self.kind.name, where, expected)
         return super().load(where, target, methods, **options)
+
+    def identity(self, where: str | None) -> dict[str, object]:
+        """A projection in a file of its own counts too."""
+        file = None if where is None else Path(where, PROJECTION_FILE)
+        if file is None or not file.is_file():
+            return super().identity(where)
+        return {**super().identity(where), "projection": hashlib.sha256(file.read_bytes()).hexdigest()[:16]}
 
     def load_drafter(self, where: str, target: OpenTarget, **options: Unpack[ModelOptions]) -> SmallLM:
         return load_small_lm(where, target.tokenizer, target=target.config if target.is_seen else None, **options)

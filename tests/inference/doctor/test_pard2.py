@@ -23,6 +23,7 @@ from outrider.inference.doctor.scores import Findings, Recording
 from outrider.inference.drafters.small_lm.drafter import Pard2Passes, SmallLMPlugin
 from outrider.inference.evaluate.evaluation import evaluate
 from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.kinds import SMALL_LM
 from outrider.inference.settings.method import MethodConfig, StopConfig
 from outrider.train.parts.initial_lm import drafter_config, start_lm
 from outrider.train.settings.drafters import DrafterConfig, FinetuneConfig
@@ -174,3 +175,13 @@ def test_a_training_that_starts_with_one_says_that_it_leaves_the_projection_out(
     lm = start_lm(config, shape, byte_tokenizer(), torch.device("cpu"))
     assert not {"pard_token", *CONFIG_KEYS} & lm.config.to_dict().keys()
     assert "PARD-2 is trained without the target's hidden states" in "".join(capsys.readouterr())
+
+
+def test_a_projection_in_a_file_of_its_own_decides_a_run(small: Path, tmp_path: Path) -> None:
+    """Results of one projection are not continued with another."""
+    plugin, found = SMALL_LM.load_plugin(), []
+    for size in (1.0, 2.0):
+        folder = shutil.copytree(small, tmp_path / str(size))
+        found.append(plugin.identity(add_projection(folder, random_projection(64, 64, size), in_bin=True)))
+    assert found[0].keys() == found[1].keys() > plugin.identity(str(small)).keys()
+    assert found[0] != found[1]
