@@ -40,7 +40,7 @@ class RestoreConfig(RunConfig):
     """restore-mtp: a copy of a fine-tuned model that has its base model's MTP head again."""
 
     leaves: ClassVar[tuple[str, ...]] = ("convert_target.json",)
-    target: Model = opt(help="the fine-tuned model, of safetensors: directory or Hub name")
+    target: Model = opt(help="the fine-tuned model: a directory or Hub name with safetensors, no GGUF file")
     base: Model = opt(help="the model with the MTP head: the base model, or a head of its own in speculators' format")
     out_dir: str = free("runs/restore_mtp", "where the copy goes")
 

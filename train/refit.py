@@ -52,17 +52,23 @@ from outrider.inference.loading.target_setup import no_drafter_in, open_target_o
 from outrider.inference.measure.replay import RecordedSession, replay
 from outrider.inference.measure.statistics import MIN_PROMPTS, bootstrap_tau_gain
 from outrider.inference.settings.kind import Kind
-from outrider.inference.settings.kinds import EARLY_EXIT, NGRAMS, SMALL_LM, kind_in
+from outrider.inference.settings.kinds import DFLASH, EAGLE3, EARLY_EXIT, MTP, NGRAMS, SMALL_LM, kind_in
 from outrider.inference.settings.method import MethodConfig, preset
 from outrider.train import steps
 from outrider.train.settings.auto import TRAINABLE
-from outrider.train.settings.pipeline import LOGS, STEPS
+from outrider.train.settings.pipeline import LOGS, STEPS, StepCommand
 from outrider.train.settings.refit import RefitConfig
 
 VERSIONS, CURRENT, PLAN, RECORD, DRAFTER = "versions", "current", "plan.json", "refit.json", "drafter"
 OLDER, NEWEST = "traffic/older.jsonl", "traffic/newest.jsonl"  # conversations to train on, and to compare on
 # Options of a finished drafter's training with which it is continued.
 _CONTINUED = ("objective", "seq_len", "parallel", "position_weights", "draft_steps", "decode_prompts", "decode_tokens")
+_COMMANDS = {
+    NGRAMS.name: STEPS["trigrams"],
+    **{name: STEPS[kind.step] for name, kind in TRAINABLE.items()},
+    MTP.name: STEPS[TRAINABLE[EAGLE3.name].step],
+    DFLASH.name: StepCommand("train/dspark.py", "dflash.json", {}),
+}
 _EPOCHS, _HELDOUT = 4, 0.1  # of a training: most passes over the traffic, and the share that chooses the weights
 _REMEDY = "give another out_dir"
 
@@ -203,7 +209,7 @@ def freeze_traffic(config: RefitConfig, folder: Path, version: Version) -> None:
 def plan_training(config: RefitConfig, folder: Path, version: Version, target: OpenTarget) -> steps.Step:
     """The training of the drafter's kind as a step. Raises `UserError` for options that it refuses."""
     kind, start = version.kind, version.start
-    command = STEPS["trigrams" if kind == NGRAMS else TRAINABLE[kind.name].step]
+    command = _COMMANDS[kind.name]
     options: dict[str, object] = {"data": "responses", "data.path": folder / OLDER, "data.template": version.template}
     options |= {f"data.{KWARGS}": version.arguments} if version.arguments else {}
     by_tokenizer = kind == NGRAMS or not target.is_seen

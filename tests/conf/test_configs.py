@@ -43,7 +43,10 @@ MANDATORY = {
     "calibrate": ["checkpoint=c"],
     "export": ["checkpoint=c"],
     "compare_reports": ["compare=[a,b]"],
-    **{name: ["target=t"] for name in ("eesd", "finetune_drafter", "eagle3", "generate_responses", "convert_target")},
+    **{
+        name: ["target=t"]
+        for name in ("eesd", "finetune_drafter", "eagle3", "dspark", "generate_responses", "convert_target")
+    },
     "audit": ["target=t", "answers=a"],
     "serve": ["target=t"],
     "forecast": ["target=t", "answers=a.jsonl", "prompts=p.jsonl"],
@@ -80,7 +83,7 @@ def test_every_primary_config_belongs_to_a_command() -> None:
 
 
 def choices() -> list[tuple[str, str]]:
-    reading = ("build_trigrams", "eesd", "calibrate", "eagle3", "toy_target", "generate_responses")
+    reading = ("build_trigrams", "eesd", "calibrate", "eagle3", "dspark", "toy_target", "generate_responses")
     used: dict[str, tuple[str, ...]] = {"evaluate_checkpoint": ("method",), "finetune_drafter": ("data", "drafter")}
     used |= dict.fromkeys(reading, ("data",))
     listed = [(c, f"{g}={o}") for c, groups in used.items() for g in groups for o in GROUPS[g]]

@@ -68,7 +68,7 @@ GIVEN = {
     "pipeline": ["experiment=demo"],
 }
 # Marked for what holds in general; with these the command itself chooses among the weights, or has it on record.
-BESIDES = {name: {"fit.eval_every"} for name in ("eesd", "eagle3", "finetune_drafter")}
+BESIDES = {name: {"fit.eval_every"} for name in ("eesd", "eagle3", "dspark", "finetune_drafter")}
 
 
 def made(command: str) -> Any:

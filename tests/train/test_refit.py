@@ -27,12 +27,13 @@ from outrider.inference.measure import replay
 from outrider.inference.settings.kinds import KINDS, kind_in
 from outrider.inference.settings.method import preset
 from outrider.train import refit as refitting
+from outrider.train.dspark import train_dspark
 from outrider.train.eagle3 import train_eagle3
 from outrider.train.refit import refit
 from tests.faults import plant
 from tests.refusals import refusal
 from tests.tiny import byte_tokenizer, open_stack, reference_generate, save_exit
-from tests.train.jobs import heading
+from tests.train.jobs import heading, sparking
 from tests.train.test_pipeline import printed_by
 
 FIT = ["training.fit.epochs=null", "training.fit.steps=80", "training.fit.lr=1e-2", "training.fit.precision=fp32",
@@ -274,7 +275,7 @@ def test_the_tau_is_that_of_decoding_with_the_target(
     assert result_of(tmp_path / "wrong")["before"] != pytest.approx(8 * 19 / rounds)
 
 
-@pytest.mark.parametrize("kind", ["early_exit", "eagle3"])
+@pytest.mark.parametrize("kind", ["early_exit", "eagle3", "dspark"])
 def test_drafters_with_layers_of_the_target_are_continued_too(
     run: Any, target: Path, corpus: DataConfig, tmp_path: Path, kind: str
 ) -> None:
@@ -282,8 +283,10 @@ def test_drafters_with_layers_of_the_target_are_continued_too(
     start = tmp_path / "start"
     if kind == "early_exit":
         save_exit(start, target, 2, noise=2.0)
-    else:
+    elif kind == "eagle3":
         train_eagle3(heading(target, corpus, start))
+    else:
+        train_dspark(sparking(target, corpus, start, draft_vocabulary=None))
     run("target=null" if kind == "early_exit" else "training.frozen_dtype=float32", drafter=start)
     result, made = result_of(tmp_path / "out"), tmp_path / "out/current"
     assert result["before"] < 1.5 < 2.5 < result["after"]
