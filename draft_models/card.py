@@ -62,7 +62,7 @@ def describe_serving(drafted: int, engine: str = "vllm", *, one_pass: bool = Fal
     values = {"method": "draft_model", "algorithm": "STANDALONE", "topk": 1, "drafts": "draft-simple"} | numbers
     values["p_min"] = " --spec-draft-p-min 0.6"
     if head:
-        values |= {"method": head, "algorithm": "EAGLE3", "topk": 4, "checked": 16, "drafts": "draft-eagle3"}
+        values |= {"method": head, "algorithm": "EAGLE3", "topk": 4, "checked": 16, "drafts": f"draft-{head}"}
         values["p_min"] = ""
     return "\n\n".join(lines) % {**values, "parallel": parallel}
 

@@ -27,6 +27,7 @@ from outrider.base.settings import require_default
 from outrider.draft_models.card import CARD_FILE, LLAMA_CPP_DRAFT, PLAIN_ENGINES, describe_serving, write_card
 from outrider.draft_models.dflash.checkpoint import describe_use as describe_block
 from outrider.draft_models.dflash.checkpoint import open_drafter, save_drafter, vllm_method
+from outrider.draft_models.dflash.gguf import write_gguf_drafter
 from outrider.draft_models.draft_vocabulary import read_draft_vocabulary
 from outrider.draft_models.eagle3.checkpoint import describe_use, open_head, save_head, write_gguf_head
 from outrider.draft_models.early_exit.checkpoint import WHAT as WHAT_AN_EXIT_IS
@@ -231,13 +232,22 @@ def _export_block(config: ExportConfig, out_dir: Path) -> str:
         raise UserError("target=None: expected the model that the block drafter was trained for")
     target = read_config(config.target, config.revision)
     stored = open_drafter(config.checkpoint, target, config.reading)
-    drafter, reading = stored.load(getattr(torch, config.dtype) if config.dtype else None), stored.reading
-    made_here = stored.made_here and not config.reading.overrides
-    save_drafter(out_dir, drafter, target, made_here=made_here)
+    _require_blocks(config, stored.reading.hidden)
+    float_dtype = getattr(torch, config.dtype) if config.dtype and config.dtype not in QUANTISED else None
+    drafter, reading = stored.load(float_dtype), stored.reading
+    dtype = config.dtype or str(drafter.dtype).removeprefix("torch.")
+    if config.engine == "llama_cpp":
+        partial_file = out_dir / f"{GGUF_FILE}.part"  # a stopped run may have left one
+        tokenizer = load_tokenizer(config.target, config.revision)
+        write_gguf_drafter(drafter, target, tokenizer, partial_file, _block_kind(dtype))
+        partial_file.replace(out_dir / GGUF_FILE)
+    else:
+        made_here = stored.made_here and not config.reading.overrides
+        save_drafter(out_dir, drafter, target, made_here=made_here)
     facts = {"drafter": config.checkpoint, "written by": stored.dialect, "taps": list(reading.taps)}
     facts["tokens"] = f"{reading.draft_vocabulary} of {reading.vocabulary}, {reading.drafted} in a pass"
-    write_card(out_dir, describe_block(reading), config.target, facts)
-    return f"kind={DFLASH.name} method={vllm_method(reading)} dtype={str(drafter.dtype).removeprefix('torch.')}"
+    write_card(out_dir, describe_block(reading, config.engine), config.target, facts)
+    return f"kind={DFLASH.name} method={vllm_method(reading)} dtype={dtype}"
 
 
 _OF_LM: tuple[Engine, ...] = ("transformers", "vllm", "sglang", "llama_cpp", "openvino")
@@ -245,7 +255,7 @@ _OF_LM: tuple[Engine, ...] = ("transformers", "vllm", "sglang", "llama_cpp", "op
 _EXPORTS: dict[str, tuple[Callable[[ExportConfig, Path], str], tuple[str, ...], Sequence[Engine]]] = {
     EARLY_EXIT.name: (_export_early_exit, ("dtype",), _OF_LM),
     EAGLE3.name: (_export_head, ("dtype", "reading"), [*_DIALECTS]),
-    DFLASH.name: (_export_block, ("dtype", "reading"), ("vllm",)),
+    DFLASH.name: (_export_block, ("dtype", "reading"), ("vllm", "llama_cpp")),
     NGRAMS.name: (_export_table, (), ("vllm",)),
     SMALL_LM.name: (_export_small_lm, ("dtype",), _OF_LM),
 }

@@ -64,19 +64,22 @@ def vllm_method(reading: BlockReading) -> str:
     return "dspark" if reading.markov_rank else "dflash"
 
 
-def describe_use(reading: BlockReading) -> str:
-    """Instructions for a written drafter, here and in vLLM, with {path} and {target} to fill in."""
-    serving = describe_serving(reading.drafted, "vllm", head=vllm_method(reading))
-    return f"{_USAGE}\n\n{serving}"
+def describe_use(reading: BlockReading, engine: str = "vllm") -> str:
+    """Instructions for a drafter that was written for `engine`, with {path} and {target} to fill in: also here, unless
+    it is in llama.cpp's format."""
+    serving = describe_serving(reading.drafted, engine, head=vllm_method(reading))
+    what, here = _USAGE
+    return "\n\n".join([what, serving] if engine == "llama_cpp" else [what, here, serving])
 
 
-_USAGE = """A block drafter: it drafts from hidden states of the target, and belongs to that target alone.
-
-Outrider:
+_USAGE = (
+    "A block drafter: it drafts from hidden states of the target, and belongs to that target alone.",
+    """Outrider:
 
 ```
 evaluate-checkpoint target={target:option} dflash={path:option}
-```"""
+```""",
+)
 
 
 def new_drafter(reading: BlockReading, stack: LayerStack, tokens: Tensor | None, seed: int) -> DFlash:

@@ -94,10 +94,40 @@ def test_a_block_drafter_as_vllm_reads_it(tiny_models: Path, tmp_path: Path) -> 
     require_same_model(tmp_path / "out", tmp_path / "served")
     refusal("target=None: expected the model", export_drafter, replace(given, target=None, resume=True))
     refusal(
-        "engine='sglang': expected an engine of .*: vllm$", export_drafter, replace(given, engine="sglang", resume=True)
+        "engine='sglang': expected an engine of .*: vllm, llama_cpp$",
+        export_drafter,
+        replace(given, engine="sglang", resume=True),
     )
 
 
+def test_llama_cpp_gets_a_block_drafter(tiny_models: Path, tmp_path: Path) -> None:
+    """Rows as they are; ids of drafted tokens are the target's; the mask is a token. Other readings are refused."""
+    target = str(tiny_models / TARGET)
+    out, drafter = tmp_path / "out", str(tiny_models / DFLASH)
+    given = ExportConfig(checkpoint=drafter, target=target, engine="llama_cpp", out_dir=str(out))
+    export_drafter(given)
+    stored, reader = open_drafter(drafter, load_config(target)), gguf.GGUFReader(out / "model.gguf")
+    reading, tensors, found = stored.reading, stored.tensors(), {tensor.name: tensor.data for tensor in reader.tensors}
+    for name, parameter in OF_BLOCKS.items():
+        np.testing.assert_array_equal(found[name], tensors[parameter].numpy(), strict=True)
+    ids = torch.arange(reading.draft_vocabulary) + tensors["d2t"]
+    assert found["d2t"].tolist() == ids.tolist()
+    said = {name: field.contents() for name, field in reader.fields.items()}
+    assert said["dflash.target_layers"] == [*reading.taps]
+    assert said["dflash.block_size"] == reading.block
+    assert said["tokenizer.ggml.mask_token_id"] == reading.mask_token
+    assert "--spec-type draft-dspark" in (out / "README.md").read_text()
+    shifted = ReadingChanges(causal=True)
+    refusal(r"no word for causal=\(True", export_drafter, replace(given, reading=shifted, resume=True))
+
+
+OF_BLOCKS = {
+    "fc.weight": "fc.weight", "enc.output_norm.weight": "hidden_norm.weight", "output_norm.weight": "norm.weight",
+    "output.weight": "lm_head.weight", "markov_w1.weight": "markov_head.markov_w1.weight",
+    "markov_w2.weight": "markov_head.markov_w2.weight", "blk.0.attn_q.weight": "layers.0.self_attn.q_proj.weight",
+    "blk.0.attn_k_norm.weight": "layers.0.self_attn.k_norm.weight", "blk.0.ffn_norm.weight":
+    "layers.0.post_attention_layernorm.weight", "blk.0.ffn_down.weight": "layers.0.mlp.down_proj.weight",
+}  # fmt: skip
 OF_HEADS = {  # llama.cpp's names of tensors that no Llama has
     "fc.weight": "fc.weight", "input_norm.weight": "enc.output_norm.weight", "draft_tokens": "d2t",
     "layers.0.hidden_norm.weight": "blk.0.attn_norm_2.weight",

@@ -3,6 +3,7 @@
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,9 +14,10 @@ from outrider.inference.evaluate.engine import measure_engine
 from outrider.inference.settings.engine import MODULES, Engine, EngineConfig, refusal_of
 from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import MethodConfig, NgramConfig, StopConfig
+from outrider.train.dspark import train_dspark
 from outrider.train.eagle3 import train_eagle3
 from outrider.train.export import export_drafter
-from outrider.train.settings.drafters import Eagle3Config
+from outrider.train.settings.drafters import DSparkConfig, Eagle3Config
 from outrider.train.settings.export import ExportConfig
 from outrider.train.settings.fit import FitConfig
 from tests.tiers import typical_where
@@ -24,6 +26,7 @@ ROOT = Path(__file__).parents[3]
 DRAFTERS = ROOT / "drafters" / "smollm2"
 TEXTS = [f"def {name}(numbers):\n" for name in ("mean", "median", "largest", "swap", "sort", "total", "unique", "join")]
 CHAIN, LLAMA_CPP = StopConfig(max_draft=3), ROOT / ".engines/llama_cpp/bin/python"
+MODES = {"eagle3": "EAGLE3", "dflash": "DSPARK"}
 METHODS = {
     "early_exit": MethodConfig(stop=CHAIN),
     "small_lm": MethodConfig("small_lm", stop=CHAIN),
@@ -33,7 +36,7 @@ METHODS = {
 
 
 def test_every_kind_that_lies_here_is_measured() -> None:
-    assert {"skip_layers", "eagle3", *METHODS} == {*KINDS}  # of EAGLE-3 there is no head in drafters/
+    assert {"skip_layers", "eagle3", "mtp", "dflash", *METHODS} == {*KINDS}  # no draft heads lie in drafters/
 
 
 @pytest.mark.engine
@@ -62,24 +65,28 @@ def test_an_engine_drafts_as_we_do(engine: Engine, tmp_path: Path) -> None:
 
 @pytest.mark.engine
 @pytest.mark.skipif(not LLAMA_CPP.exists(), reason="make engines installs it")
-@pytest.mark.parametrize("source", ["early_exit", "small_lm", "eagle3"])
+@pytest.mark.parametrize("source", ["early_exit", "small_lm", "eagle3", "dflash"])
 def test_llama_cpp_drafts_as_we_do(source: str, tmp_path: Path) -> None:
-    """By the totals in its chunks; an EAGLE-3 head that has learnt for a minute or two."""
+    """By the totals in its chunks; an EAGLE-3 head or a DSpark drafter that has learnt for a minute or two."""
     target, drafter = str(tmp_path / "target"), str(DRAFTERS / {"early_exit": "eesd"}.get(source, source))
     fetch_target(FetchConfig(out_dir=target))
-    if source == "eagle3":
+    if source in ("eagle3", "dflash"):
         drafter = str(tmp_path / "head")
-        train_eagle3(Eagle3Config(
-            target=target, data=DataConfig(source="python_stdlib"), version="3", draft_vocabulary=2048, seq_len=128,
-            fit=FitConfig(steps=40, batch_rows=8, optimizer="muon", lr=2e-3), draft_steps=3, decode_prompts=1,
-            decode_tokens=2, eval_rows=4, out_dir=drafter,
-        ))  # fmt: skip
+        given: dict[str, Any] = {
+            "target": target, "data": DataConfig(source="python_stdlib"), "draft_vocabulary": 2048, "seq_len": 128,
+            "fit": FitConfig(steps=40, batch_rows=8, optimizer="muon", lr=2e-3), "decode_prompts": 1,
+            "decode_tokens": 2, "eval_rows": 4, "out_dir": drafter,
+        }  # fmt: skip
+        if source == "eagle3":
+            train_eagle3(Eagle3Config(version="3", draft_steps=3, **given))
+        else:
+            train_dspark(DSparkConfig(block=3, **given))
     files = [tmp_path / "target.gguf", tmp_path / "drafter.gguf"]
     for file, model, of in zip(files, (target, drafter), (None, target), strict=True):
         export_drafter(
             ExportConfig(checkpoint=model, target=of, engine="llama_cpp", dtype="float32", out_dir=str(file))
         )
-    script, mode = Path(__file__).with_name("llama_cpp_server.py"), "EAGLE3" if source == "eagle3" else "SIMPLE"
+    script, mode = Path(__file__).with_name("llama_cpp_server.py"), MODES.get(source, "SIMPLE")
     command = [LLAMA_CPP, script, files[0] / "model.gguf", mode, files[1] / "model.gguf", "3"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         url = server.stdout.readline().strip()  # type: ignore[union-attr]
