@@ -36,7 +36,7 @@ def write_gguf_drafter(
     """
     reading = drafter.reading
     readable = {
-        "causal": not any(reading.causal), "windows": not any(reading.windows), "neox": reading.neox,
+        "causal": not reading.causal, "windows": not any(reading.windows), "neox": reading.neox,
         "embedding_scale": reading.embedding_scale == 1.0, "confidence": reading.confidence != "hidden",
         "head_norms": reading.head_norms, "target_hidden": reading.target_hidden == reading.hidden,
         "sample_from_anchor": reading.sample_from_anchor == (reading.markov_rank > 0),
