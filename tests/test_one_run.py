@@ -28,6 +28,7 @@ OPTIONS = {
     "eesd": [f"target={TARGET}"],
     "evaluate_checkpoint": [f"checkpoint={EARLY_EXIT}", "method=eesd_fixed", "prompt_text=[hello]"],
     "export": [f"checkpoint={EAGLE3}", f"target={TARGET}"],
+    "dspark": [f"target={TARGET}"],
     "finetune_drafter": [f"target={TARGET}"],
     "forecast": [f"target={TARGET}", f"answers={TARGET}/config.json", "prompts=mt_bench"],
     "fetch_target": [],
@@ -35,6 +36,7 @@ OPTIONS = {
     "measure_engine": [f"target={TARGET}", "method=prompt_lookup", "draft_tokens=[3]", "engine=transformers"],
     "pipeline": ["experiment=demo"],
     "refit": [f"checkpoint={EARLY_EXIT}", f"logs={TARGET}/config.json"],
+    "restore_mtp": [f"target={TARGET}", f"base={TARGET}"],
     "toy_target": [],
     "write_prompts": [f"target={TARGET}"],
 }

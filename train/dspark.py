@@ -124,9 +124,8 @@ def reading_of(config: DSparkConfig, stored: drafters.StoredBlock | None, target
         config.require("target", mask < target.config.vocab_size, "a model with a token that no text has: the mask")
         shape = {name: getattr(config, name) for name in ("taps", "layers", "block", "markov_rank", "intermediate")}
         reading = new_reading(target.config, mask_token=mask, draft_vocabulary=config.draft_vocabulary, **shape)
-        if reading.taps[-1] > target.config.num_hidden_layers:
-            limit = target.config.num_hidden_layers
-            raise UserError(f"taps={list(reading.taps)}: expected 0 to {limit}, the target's layers")
+        layers = target.config.num_hidden_layers
+        config.require("taps", reading.taps[-1] <= layers, f"0 to {layers}, the target's layers")
     require_context(target.config, config.seq_len, config.decode_tokens)
     return reading
 
@@ -219,9 +218,7 @@ class DSparkStudent(HeadStudent):
 
 def predictions_of(hidden: Tensor, last: Tensor, has_loss: Tensor) -> Predictions:
     """The rows of blocks, hidden [R, N, slots, H], where `has_loss` [R, N, slots], ordered by their labels.
-
-    last [R, N]: the last position of each block's context.
-    """
+    last [R, N]: the last position of each block's context."""
     slots = torch.arange(has_loss.shape[-1], device=last.device).expand_as(has_loss)  # [R, N, slots]
     labels = last[..., None] + 1 + slots
     label, order = labels[has_loss].sort(stable=True)
@@ -268,9 +265,9 @@ def save_drafter(
     drafters.save_drafter(out_dir, drafter, target, made_here=made_here)
     if config.features in (None, "auto"):  # begun with auto, perhaps
         shutil.rmtree(out_dir / FEATURES, ignore_errors=True)
-    facts: dict[str, object] = {"taps": list(reading.taps), "objective": config.objective}
+    tokens = f"{reading.draft_vocabulary} of the target's {reading.vocabulary}"
+    facts: dict[str, object] = {"taps": list(reading.taps), "objective": config.objective, "tokens": tokens}
     facts |= {"block": reading.block, "Markov rank": reading.markov_rank, "seq_len": config.seq_len}
-    facts |= {"tokens": f"{reading.draft_vocabulary} of the target's {reading.vocabulary}"}
     write_records(config, drafters.describe_use(reading), facts, result, ("tau",), (drafters.TRAINING_FILE, identity))
 
 
@@ -278,7 +275,6 @@ def plan_memory(config: DSparkConfig, reading: BlockReading, target: PreTrainedC
     """The memory of training a drafter with this reading and the whole target of this config."""
     stack = layer_stack(empty_target(config, target)[0])
     student = DSparkStudent(stack, DFlash(reading, all_tokens=reading.draft_vocabulary == reading.vocabulary), config)
-    trained, frozen = student.count_parameters()
-    facts = {"taps": ",".join(map(str, reading.taps)), "block": reading.block}
-    facts |= {"trained_parameters": trained, "frozen_parameters": frozen}
+    parameters = dict(zip(("trained_parameters", "frozen_parameters"), student.count_parameters(), strict=True))
+    facts = {"taps": ",".join(map(str, reading.taps)), "block": reading.block, **parameters}
     return Plan(fit_memory(config, student, len(reading.taps) * reading.target_hidden, reading.vocabulary), facts)

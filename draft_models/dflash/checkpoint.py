@@ -65,8 +65,7 @@ def vllm_method(reading: BlockReading) -> str:
 
 
 def describe_use(reading: BlockReading, engine: str = "vllm") -> str:
-    """Instructions for a drafter that was written for `engine`, with {path} and {target} to fill in: also here, unless
-    it is in llama.cpp's format."""
+    """Instructions for a drafter in the format of `engine`, there and here, with {path} and {target} to fill in."""
     serving = describe_serving(reading.drafted, engine, head=vllm_method(reading))
     what, here = _USAGE
     return "\n\n".join([what, serving] if engine == "llama_cpp" else [what, here, serving])

@@ -41,7 +41,9 @@ def write_gguf_drafter(
         "head_norms": reading.head_norms, "target_hidden": reading.target_hidden == reading.hidden,
         "sample_from_anchor": reading.sample_from_anchor == (reading.markov_rank > 0),
     }  # fmt: skip
-    if lost := ", ".join(f"{name}={getattr(reading, name)!r}" for name, known in readable.items() if not known):
+    if lost := ", ".join(
+        f"{name}={getattr(reading, name)!r}" for name, is_readable in readable.items() if not is_readable
+    ):
         raise UserError(f"engine=llama_cpp: has no word for {lost}, so it would run another drafter; take engine=vllm")
     config = layer_config(layer_fields_of(reading, target), reading.layers)
     metadata: dict[str, MetadataValue] = {
@@ -51,5 +53,4 @@ def write_gguf_drafter(
     metadata |= {"dflash.target_layers": [*reading.taps], "tokenizer.ggml.mask_token_id": reading.mask_token}
     ggml_names = tensor_names(empty_model(config), "qwen3").items()
     names = {parameter.removeprefix("model."): name for name, parameter in ggml_names} | _OF_DRAFTERS
-    tensors = {names[parameter]: tensor for parameter, tensor in drafter.state_dict().items()}
-    write_file(config, metadata, tensors, path, block_kind)
+    write_file(config, metadata, {names[key]: tensor for key, tensor in drafter.state_dict().items()}, path, block_kind)

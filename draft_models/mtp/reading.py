@@ -58,7 +58,7 @@ def read_shapes(shapes: Shapes, target: PreTrainedConfig, spelling: str) -> MtpR
     taps, inner = (config.num_hidden_layers,), shapes.get("layers.0.mlp.up_proj.weight", (None,))[0]
     sizes = vars(new_reading(config, taps=taps, version="3", draft_vocabulary=None, intermediate=inner))
     query_rows = shapes.get(f"{_ATTENTION}q_proj.weight", (0,))[0]
-    shown = {
+    declared = {
         "rope": {name: value for name, value in rope.items() if not name.startswith("mrope_")},  # alike for text
         "activation": getattr(config, "hidden_act", None) or "silu",
         "attention_bias": f"{_ATTENTION}q_proj.bias" in shapes,
@@ -72,4 +72,4 @@ def read_shapes(shapes: Shapes, target: PreTrainedConfig, spelling: str) -> MtpR
         "target_norm": spelling != "speculators",
         "norm_offset": spelling != "gguf" and config.model_type.startswith(_OF_OFFSET_NORMS),  # its converter adds 1
     }
-    return MtpReading(**{**sizes, **shown})
+    return MtpReading(**{**sizes, **declared})

@@ -7,13 +7,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from outrider.draft_models.targets.model_spec import UNLIMITED
 from outrider.draft_models.targets.narrowed import spread_logits
 from outrider.inference.core.drafter import Drafter, DraftModel, Stopwatch
 from outrider.inference.core.session import Session
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.core.tree import DraftTree
 from outrider.inference.drafters.draft_model import OnePass
-from outrider.inference.shapes.factory import Structure
+from outrider.inference.shapes.factory import Chain, Structure
 from outrider.inference.sizing.costs import Allowance
 
 
@@ -32,7 +33,8 @@ class ModelDrafter(Drafter):
         self.split, self.aux_layers, self.max_rows = model.split, model.aux_layers, structure.max_rows
         if isinstance(model, OnePass):
             structure.max_depth = min(structure.max_depth, model.pass_tokens)
-            model.pass_tokens = structure.steps(model.pass_tokens)
+            if isinstance(structure, Chain) or model.pass_tokens == UNLIMITED:  # of a trained tree all rows cost little
+                model.pass_tokens = structure.steps(model.pass_tokens)
 
     @property
     def totals(self) -> Mapping[str, float]:

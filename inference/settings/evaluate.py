@@ -142,8 +142,10 @@ class DecodingConfig(Drafting, Settings):
             once = kind != self.checkpoint_kind or super().where(kind) in (None, self.checkpoint)
             expected = f"null where checkpoint={self.checkpoint} is one of its kind"
             require(once, str(kind.option), super().where(kind), expected)
-        named = self.revision is None or super().where(MTP) != self.target
-        require(named, "mtp", TARGET, "a directory of that revision, as the head is looked for in the latest one")
+        same_revision = self.revision is None or super().where(MTP) != self.target
+        require(
+            same_revision, "mtp", TARGET, "a directory of that revision, as the head is looked for in the latest one"
+        )
         if self.target is None and self.early_exit is None:
             raise missing_error("target", f"the model that is to decode{self._instead()}")
 

@@ -36,7 +36,8 @@ SOME = {  # what a command needs besides; a name on the Hub is looked up after t
     "compare_reports": ["compare=[report,report]"], "calibrate": ["checkpoint=report"],
     "export": ["checkpoint=report", "engine=openvino"], "pipeline": ["experiment=demo"],
     "fetch_target": ["model=smollm2_135m"], "toy_target": ["layers=2"],
-    "refit": ["checkpoint=report", "logs=some.jsonl"],
+    "refit": ["checkpoint=report", "logs=some.jsonl"], "restore_mtp": ["target=owner/name", "base=owner/name"],
+    "forecast": ["target=owner/name", "answers=some.jsonl", "prompts=some.jsonl"],
 }  # fmt: skip
 INSTEAD = {"file": "target", "drafter.path": "drafter"}  # options that exclude what `SOME` or a default gives
 BESIDES = {

@@ -13,7 +13,6 @@ from outrider.draft_models.dflash.checkpoint import open_drafter
 from outrider.draft_models.losses import IGNORE
 from outrider.train import dspark
 from outrider.train.dspark import DSparkStudent
-from outrider.train.parts.head_student import score_batch
 from outrider.train.parts.steps import loss_mask_per_step
 from outrider.train.settings.fit import FitConfig
 from tests.block_drafters import (
@@ -87,7 +86,6 @@ def errors(student: DSparkStudent, batch: dict[str, Tensor]) -> list[float]:
 
 
 def test_blocks_of_a_text_are_those_of_a_loop(make: Callable[..., DSparkStudent], batch: dict[str, Tensor]) -> None:
-    """Also where a batch is one row with more positions, and where two layers see the same block."""
     assert max(errors(make(), batch)) < 1e-4
 
 
@@ -124,17 +122,9 @@ def test_drawn_blocks_teach_the_same_on_average(make: Callable[..., DSparkStuden
             losses.append(float(student(**batch)["loss_sum"]))
     drawn = torch.tensor(losses)
     assert abs(drawn.mean() - everything) < 5 * drawn.std() / 200**0.5
-    assert drawn.std() > 0
     swapped = {name: values.flip(0) for name, values in batch.items()}
     with torch.no_grad():
         assert float(student(**swapped)["loss_sum"]) == pytest.approx(losses[-1], rel=1e-5)
     whole(**batch)["loss_sum"].backward()
     still = [name for name, part in whole.head.named_parameters() if part.grad is None or not part.grad.abs().sum()]
     assert all(name.startswith(("confidence_head", "embed_tokens")) for name in still)
-
-
-def test_scores_are_of_all_blocks(make: Callable[..., DSparkStudent], batch: dict[str, Tensor]) -> None:
-    sums, accepted = score_batch(make(anchors=0.1), batch, 3)
-    mask = loss_mask_per_step(batch["labels"], DOCUMENTS, 3)
-    assert sums[:, 0].tolist() == mask.sum((0, 1)).tolist()
-    assert torch.isfinite(accepted).sum() == mask.sum()

@@ -181,7 +181,7 @@ def test_wrong_answers_are_refused_before_a_model_is_loaded(
         "no file matches": {"answers": "nowhere"},
         "of another target than": {**small, "target": str(other)},
         "of another template than tokenizer": {**small, "target": str(tmp_path / "templated")},
-        "answers=recorded: .* EAGLE-3 head": {"checkpoint": str(tiny_models / "eagle3"), "target": str(other)},
+        "answers=recorded: .* draft head": {"checkpoint": str(tiny_models / "eagle3"), "target": str(other)},
     }
     for message, changes in bad.items():
         refusal(message, calibrate, by_record(folder, tmp_path / "run", **changes))

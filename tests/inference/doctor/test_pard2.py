@@ -177,9 +177,9 @@ def test_a_training_that_starts_with_one_says_that_it_leaves_the_projection_out(
     assert "PARD-2 is trained without the target's hidden states" in "".join(capsys.readouterr())
 
 
-def test_a_projection_in_a_file_of_its_own_decides_a_run(small: Path, tmp_path: Path) -> None:
+def test_a_projection_in_a_file_of_its_own_decides_a_run(tiny_models: Path, tmp_path: Path) -> None:
     """Results of one projection are not continued with another."""
-    plugin, found = SMALL_LM.load_plugin(), []
+    plugin, small, found = SMALL_LM.load_plugin(), tiny_models / SMALL_LM.name, []
     for size in (1.0, 2.0):
         folder = shutil.copytree(small, tmp_path / str(size))
         found.append(plugin.identity(add_projection(folder, random_projection(64, 64, size), in_bin=True)))
