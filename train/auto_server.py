@@ -82,7 +82,7 @@ def _how_to_start(report: MethodReplay) -> str:
     """The options with which vLLM drafts from the text; a drafter's are in the README of its export."""
     method = report.settings
     if method.source != PROMPT_LOOKUP.name:
-        return f"; drafts of {draft_length(method)} tokens"
+        return f"; measure it first, as engines may draft slower; drafts of {draft_length(method)} tokens"
     drafting = {"method": "ngram", "num_speculative_tokens": draft_length(method)}
     drafting |= {"prompt_lookup_max": method.max_ngram, "prompt_lookup_min": 1}
     return f"; vllm serve MODEL --speculative-config '{json.dumps(drafting)}'"

@@ -36,7 +36,7 @@ def test_the_recommendation_follows_from_the_interval() -> None:
     pays = row("small_lm_fixed_k3", 2.0, 1.4, 1.3, 1.5)
     lookup = row("prompt_lookup_k3", 1.9, 1.5, 1.2, 1.8, source="prompt_lookup")
     assert "`small_lm_fixed_k3` should be the fastest in this engine: 1.40" in recommend_there([slow, pays])
-    assert recommend_there([slow, pays]).endswith("drafts of 3 tokens")
+    assert recommend_there([slow, pays]).endswith("may draft slower; drafts of 3 tokens")
     assert '"num_speculative_tokens": 3, "prompt_lookup_max": 2' in recommend_there([slow, pays, lookup])
     assert recommend_there([slow]).startswith("nothing pays here: the best, `small_lm_fixed_k2`")
     assert recommend_there([row("a_k1", 2.0, 1.1, 0.9, 1.3)]).startswith("undecided: the best, `a_k1`")
