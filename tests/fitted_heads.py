@@ -7,10 +7,11 @@ from torch import Tensor
 
 from outrider.draft_models.dflash.model import DFlash
 from outrider.draft_models.dflash.reading import BlockReading
-from outrider.draft_models.eagle3.checkpoint import head_shapes
 from outrider.draft_models.eagle3.model import Eagle3
 from outrider.draft_models.eagle3.reading import Reading
 from outrider.draft_models.heads.files import DRAFT_TOKENS, module_shapes
+from outrider.draft_models.heads.layers import DraftHead
+from outrider.draft_models.heads.sizes import HeadSizes
 from outrider.draft_models.mtp.model import MtpHead
 from outrider.draft_models.mtp.reading import MtpReading
 from outrider.draft_models.targets.stack import LayerStack
@@ -21,6 +22,20 @@ from outrider.inference.drafters.eagle3.drafter import Eagle3DraftModel
 
 STEPS = 3  # of a draft that are fitted
 SURE = 4.0  # how far the logit of a token that is right is above the others
+
+
+def random_weights(
+    module: type[DraftHead], reading: HeadSizes, dtype: torch.dtype, scale: float = 1.0
+) -> dict[str, Tensor]:
+    """The same weights every time: normal matrices, of which `scale` is about the gain, and ones."""
+    generator = torch.Generator().manual_seed(0)
+
+    def made(shape: tuple[int, ...]) -> Tensor:
+        if len(shape) != 2:
+            return torch.ones(shape, dtype=dtype)
+        return (torch.randn(shape, generator=generator) * scale * shape[-1] ** -0.5).to(dtype)
+
+    return {name: made(shape) for name, shape in module_shapes(module, reading).items()}
 
 
 @torch.inference_mode()
@@ -39,11 +54,7 @@ def fitted_head(stack: LayerStack, answers: Sequence[tuple[Sequence[int], Sequen
         vocabulary=stack.config.vocab_size, draft_vocabulary=len(known),
         rope={"rope_type": "default", "rope_theta": 10000.0}, max_positions=256, windows=(None,), own_embedding=True,
     )  # fmt: skip
-    generator = torch.Generator().manual_seed(0)
-    weights: dict[str, Tensor] = {}
-    for name, shape in head_shapes(reading).items():
-        made = torch.randn(shape, generator=generator) * shape[-1] ** -0.5 if len(shape) == 2 else torch.ones(shape)
-        weights[name] = made.to(stack.dtype)
+    weights = random_weights(Eagle3, reading, stack.dtype)
     head = Eagle3.of(reading, {**weights, DRAFT_TOKENS: torch.tensor(known)})
     fit_logits(stack, head, texts, known)
     return remade(head, in_inference_mode=False)
@@ -59,12 +70,7 @@ def fitted_mtp(stack: LayerStack, answers: Sequence[tuple[Sequence[int], Sequenc
         draft_vocabulary=config.vocab_size, rope={"rope_type": "default", "rope_theta": 10000.0}, max_positions=256,
         windows=(None,), own_head=True, output_gate=True, head_norms=True,
     )  # fmt: skip
-    generator = torch.Generator().manual_seed(0)
-    weights = {
-        name: torch.randn(shape, generator=generator) * 2 * shape[-1] ** -0.5 if len(shape) == 2 else torch.ones(shape)
-        for name, shape in head_shapes(reading, MtpHead).items()
-    }
-    head = MtpHead.of(reading, {name: weight.to(stack.dtype) for name, weight in weights.items()})
+    head = MtpHead.of(reading, random_weights(MtpHead, reading, stack.dtype, scale=2))
     head.use_target(stack)
     fit_logits(stack, head, [([*prompt, *answer], len(prompt)) for prompt, answer in answers], range(config.vocab_size))
     return head
@@ -114,11 +120,7 @@ def fitted_block(
         head_norms=True, block=STEPS + (rank == 0), mask_token=3, sample_from_anchor=rank > 0,
         markov_rank=rank, confidence="markov" if rank else "none",
     )  # fmt: skip
-    generator = torch.Generator().manual_seed(0)
-    weights: dict[str, Tensor] = {}
-    for name, shape in module_shapes(DFlash, reading).items():
-        made = torch.randn(shape, generator=generator) * shape[-1] ** -0.5 if len(shape) == 2 else torch.ones(shape)
-        weights[name] = made.to(stack.dtype)
+    weights = random_weights(DFlash, reading, stack.dtype)
     drafter = DFlash(reading, all_tokens=False).with_weights({**weights, DRAFT_TOKENS: torch.tensor(known)})
     assert drafter.lm_head is not None
     rows, wanted = [], []

@@ -2,7 +2,7 @@
 
     python train/dspark.py target=MODEL data=ultrachat
 
-`train_dspark` is the whole training, `HeadStudent.forward` its step with the loss, `DSparkStudent.unroll` what the
+`train_head` is the whole training, `HeadStudent.forward` its step with the loss, `DSparkStudent.unroll` what the
 drafter predicts. The loop around the step is train/core/loop.py.
 """
 
@@ -12,9 +12,6 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     run_script("dspark")
 
 import copy
-import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -23,92 +20,54 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedConfig
 
-from outrider.base.errors import UserError, warn
-from outrider.base.processes import say
-from outrider.base.streams import Streams
-from outrider.data_prep.text.rows import PackedRows, load_rows
+from outrider.base.errors import UserError
 from outrider.draft_models.dflash import checkpoint as drafters
 from outrider.draft_models.dflash.model import DFlash
 from outrider.draft_models.dflash.packed import PackedBlocks, block_positions
 from outrider.draft_models.dflash.reading import BlockReading, new_reading
 from outrider.draft_models.targets.attention import packed_band
-from outrider.draft_models.targets.fingerprint import model_identity
-from outrider.draft_models.targets.model_files import layer_stack
 from outrider.draft_models.targets.open_target import OpenTarget, open_target, stored_dtype
+from outrider.draft_models.targets.settings import DFLASH
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.inference.drafters.dflash.drafter import OneBlock
-from outrider.inference.loading.memory_plan import Plan
-from outrider.train.core.driver import training_run
-from outrider.train.core.training import FitResult, Metrics
-from outrider.train.parts.drafter import frozen_dtype, pick_tokens, require_context, write_records
-from outrider.train.parts.head_student import HeadStudent, score_steps
-from outrider.train.parts.heldout import Decoding, batches_of
-from outrider.train.parts.memory import empty_target, fit_memory
+from outrider.train.parts.drafter import require_context
+from outrider.train.parts.head_student import HeadStudent
+from outrider.train.parts.head_training import HeadKind, train_head, warn_of_other_trainer
 from outrider.train.parts.on_policy import row_generator
 from outrider.train.parts.parallel import unused_token
 from outrider.train.parts.position_weights import Product
 from outrider.train.parts.steps import Predictions, QueriesAt, positions_to_run
-from outrider.train.parts.target_states import FEATURES, add_states
 from outrider.train.settings.drafters import DSparkConfig
 
 
 def train_dspark(config: DSparkConfig) -> None:
     """Train a block drafter according to `config`. The result is `config.out_dir`, a directory in z-lab's layout.
 
-    It contains the weights with the highest τ of all evaluations, not the last ones. Raises `UserError` for an unusable
-    target, drafter, data set or directory, before any weight is read.
+    Raises `UserError` for an unusable target, drafter, data set or directory, before any weight is read.
     """
     target = open_target(config.target, config.revision)
-    stored = open_start(config, target)
+    stored = None if config.start is None else drafters.open_drafter(config.start, target.config)
+    if stored is not None:
+        warn_of_other_trainer(config, stored, DFLASH)
     reading = reading_of(config, stored, target)
-    memory = partial(plan_memory, config, reading, target.config)
-    if config.plan:
-        print(memory(), flush=True)
-        return
-    with training_run(config, memory) as run:
-        rows = load_rows(config.data, target.tokenizer, config.seq_len, "train")
-        heldout = load_rows(config.data, target.tokenizer, config.seq_len, "heldout", max_rows=config.eval_rows)
-        tokens = run.from_main(lambda: pick_tokens(config.draft_vocabulary, target, rows, heldout))
-        fingerprint = run.from_main(lambda: target.fingerprint)
-        origin = {"target": asdict(fingerprint), "data_key": rows.key, "taps": list(reading.taps)}
 
-        build = partial(build_student, config, target, stored, reading, tokens, run.device)
-        row_shape = (config.seq_len, len(reading.taps) + 1, reading.target_hidden)
-        student, rows_to_fit = add_states(config, rows, row_shape, origin, build, run)
-        trained, frozen = student.count_parameters()
-        say(f"dspark start={config.start or 'new'} taps={','.join(map(str, reading.taps))} block={reading.block} "
-            f"markov_rank={reading.markov_rank} draft_vocabulary={reading.draft_vocabulary} "
-            f"trained_parameters={trained} frozen_parameters={frozen} processes={run.state.num_processes} "
-            f"objective={config.objective}")  # fmt: skip
+    def save(trained: DFlash) -> str:
+        """As serving engines load it."""
+        drafter = copy.deepcopy(trained).to(stored_dtype(target.config)).requires_grad_(False)
+        made_here = stored is None or stored.made_here
+        drafters.save_drafter(Path(config.out_dir), drafter, target.config, made_here=made_here)
+        return drafters.describe_use(reading)
 
-        start = None if stored is None else run.from_main(lambda: model_identity(stored.files))
-        identity = {**config.decisions(), **origin, "start_model": start}
-        # The evaluation is made before the fit: DeepSpeed shards every module that is constructed after its start.
-        evaluate = make_evaluation(config, target, heldout, student) if run.is_main else None
-        result = run.fit(
-            student, rows_to_fit, config.fit, identity=identity, evaluate=evaluate,
-            saved_dtype=stored_dtype(target.config), keeps_best=True, last_file=drafters.TRAINING_FILE,
-            minutes=config.minutes,
-        )  # fmt: skip
-        if result is not None:
-            made_here = stored is None or stored.made_here
-            save_drafter(config, target.config, student.head, made_here, identity, result)
+    def new_student(stack: LayerStack, head: DFlash) -> DSparkStudent:
+        return DSparkStudent(stack, head, config)
 
-
-# --- the drafter
-
-
-def open_start(config: DSparkConfig, target: OpenTarget) -> drafters.StoredBlock | None:
-    """The finished drafter to continue from, if any; warns if another trainer wrote it."""
-    if config.start is None:
-        return None
-    stored = drafters.open_drafter(config.start, target.config)
-    if not stored.made_here:
-        warn(f"start={config.start}: another trainer's drafter, read as its config.json says; examine it first "
-             "(evaluate-checkpoint dflash=… doctor=true): a misread drafter learns to be one")  # fmt: skip
-    return stored
+    facts = {"block": reading.block, "markov_rank": reading.markov_rank}
+    kind = HeadKind(
+        command="dspark", facts=facts, module=DFlash, new=drafters.new_drafter, student=new_student,
+        steps=reading.block, drafts=OneBlock, record=drafters.TRAINING_FILE, save=save,
+    )  # fmt: skip
+    train_head(config, target, stored, reading, kind)
 
 
 def reading_of(config: DSparkConfig, stored: drafters.StoredBlock | None, target: OpenTarget) -> BlockReading:
@@ -130,23 +89,6 @@ def reading_of(config: DSparkConfig, stored: drafters.StoredBlock | None, target
     return reading
 
 
-def build_student(
-    config: DSparkConfig,
-    target: OpenTarget,
-    stored: drafters.StoredBlock | None,
-    reading: BlockReading,
-    tokens: Tensor | None,
-    device: torch.device,
-) -> "DSparkStudent":
-    """The drafter on the whole target, both on `device`. tokens: the draft vocabulary of a new drafter."""
-    stack = target.stack(dtype=frozen_dtype(config.frozen_dtype, device), device=device)
-    if stored is not None:
-        return DSparkStudent(stack, stored.load(torch.float32, device), config)
-    seed = Streams(config.fit.seed).number("weights", bits=63)
-    drafter = drafters.new_drafter(reading, stack, None if tokens is None else tokens.to(device), seed)
-    return DSparkStudent(stack, drafter, config)
-
-
 class DSparkStudent(HeadStudent):
     """A block drafter that learns after a share `anchors` of the positions, drawn anew in every step.
 
@@ -161,6 +103,8 @@ class DSparkStudent(HeadStudent):
         self.anchors, self.recomputes = config.anchors, False
         if head.lm_head is not None:
             head.lm_head.requires_grad_(config.train_head)
+        if head.confidence_head is not None:  # no loss reaches it, and processes wait for the gradients of what learns
+            head.confidence_head.requires_grad_(False)
 
     def gradient_checkpointing_enable(self) -> None:
         """Recompute the layers on blocks in the backward pass."""
@@ -223,58 +167,3 @@ def predictions_of(hidden: Tensor, last: Tensor, has_loss: Tensor) -> Prediction
     labels = last[..., None] + 1 + slots
     label, order = labels[has_loss].sort(stable=True)
     return Predictions(F.embedding(order, hidden[has_loss]), label, slots[has_loss][order])
-
-
-# --- evaluation
-
-
-def make_evaluation(
-    config: DSparkConfig, target: OpenTarget, heldout: PackedRows, student: DSparkStudent
-) -> Callable[[int], Metrics]:
-    """The evaluation during training: `score_steps`, then real decoding (`Decoding`) with the drafter as it would be
-    served."""
-    batches = batches_of(heldout, config.eval_batch_rows)
-    decoding = Decoding.of(target, heldout, config.decode_prompts, config.decode_tokens)
-
-    def evaluate(step: int) -> Metrics:
-        drafter = copy.deepcopy(student.head).to(student.stack.dtype).requires_grad_(False)
-        if not drafter.reading.own_embedding:
-            drafter.use_embedding(student.stack.embed_tokens.weight)
-        return score_steps(student, batches, student.steps) | decoding(student.stack, OneBlock(drafter))
-
-    return evaluate
-
-
-# --- what is saved, and the memory
-
-
-def save_drafter(
-    config: DSparkConfig,
-    target: PreTrainedConfig,
-    trained: DFlash,
-    made_here: bool,
-    identity: Mapping[str, object],
-    result: FitResult,
-) -> None:
-    """Write the drafter as serving engines load it, its card and, last, the record of its training.
-
-    made_here: whether no other trainer's drafter was its start.
-    """
-    out_dir, reading = Path(config.out_dir), trained.reading
-    drafter = copy.deepcopy(trained).to(stored_dtype(target)).requires_grad_(False)
-    drafters.save_drafter(out_dir, drafter, target, made_here=made_here)
-    if config.features in (None, "auto"):  # begun with auto, perhaps
-        shutil.rmtree(out_dir / FEATURES, ignore_errors=True)
-    tokens = f"{reading.draft_vocabulary} of the target's {reading.vocabulary}"
-    facts: dict[str, object] = {"taps": list(reading.taps), "objective": config.objective, "tokens": tokens}
-    facts |= {"block": reading.block, "Markov rank": reading.markov_rank, "seq_len": config.seq_len}
-    write_records(config, drafters.describe_use(reading), facts, result, ("tau",), (drafters.TRAINING_FILE, identity))
-
-
-def plan_memory(config: DSparkConfig, reading: BlockReading, target: PreTrainedConfig) -> Plan:
-    """The memory of training a drafter with this reading and the whole target of this config."""
-    stack = layer_stack(empty_target(config, target)[0])
-    student = DSparkStudent(stack, DFlash(reading, all_tokens=reading.draft_vocabulary == reading.vocabulary), config)
-    parameters = dict(zip(("trained_parameters", "frozen_parameters"), student.count_parameters(), strict=True))
-    facts = {"taps": ",".join(map(str, reading.taps)), "block": reading.block, **parameters}
-    return Plan(fit_memory(config, student, len(reading.taps) * reading.target_hidden, reading.vocabulary), facts)

@@ -2,7 +2,7 @@
 
     python train/eagle3.py target=MODEL data=ultrachat
 
-`train_eagle3` is the whole training, `HeadStudent.forward` its step with the loss. The loop around the step is
+`train_head` is the whole training, `HeadStudent.forward` its step with the loss. The loop around the step is
 train/core/loop.py.
 """
 
@@ -12,9 +12,6 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     run_script("eagle3")
 
 import copy
-import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -24,11 +21,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
-from outrider.base.errors import UserError, warn
-from outrider.base.processes import say
+from outrider.base.errors import UserError
 from outrider.base.settings import require_default
-from outrider.base.streams import Streams
-from outrider.data_prep.text.rows import PackedRows, load_rows
 from outrider.draft_models.eagle3 import checkpoint as heads
 from outrider.draft_models.eagle3.dialects import require_expressible
 from outrider.draft_models.eagle3.model import Eagle3, Mask, Steps
@@ -40,70 +34,56 @@ from outrider.draft_models.mtp.model import MtpHead
 from outrider.draft_models.mtp.reading import MtpReading
 from outrider.draft_models.mtp.spellings import find_head
 from outrider.draft_models.targets.attention import packed_band
-from outrider.draft_models.targets.fingerprint import model_identity
-from outrider.draft_models.targets.model_files import layer_stack
 from outrider.draft_models.targets.model_spec import LogitRule
 from outrider.draft_models.targets.open_target import OpenTarget, open_target, stored_dtype
 from outrider.draft_models.targets.settings import EAGLE3, MTP, TARGET
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.inference.drafters.eagle3.drafter import Eagle3DraftModel
-from outrider.inference.loading.memory_plan import Plan
-from outrider.train.core.driver import training_run
-from outrider.train.core.training import FitResult, Metrics
-from outrider.train.parts.drafter import frozen_dtype, pick_tokens, require_context, write_records
-from outrider.train.parts.head_student import HeadStudent, score_steps
-from outrider.train.parts.heldout import Decoding, batches_of
-from outrider.train.parts.memory import empty_target, fit_memory
+from outrider.train.parts.drafter import require_context
+from outrider.train.parts.head_student import HeadStudent
+from outrider.train.parts.head_training import HeadKind, train_head, warn_of_other_trainer
 from outrider.train.parts.on_policy import draw_depths
 from outrider.train.parts.position_weights import Product
 from outrider.train.parts.steps import WATCHED_DRAFT, Predictions, QueriesAt, positions_to_run
-from outrider.train.parts.target_states import FEATURES, add_states
 from outrider.train.settings.drafters import Eagle3Config
 
 
 def train_eagle3(config: Eagle3Config) -> None:
     """Train a head according to `config`. The result is `config.out_dir`, a directory that serving engines can load.
 
-    It contains the weights with the highest τ of all evaluations, not the last ones. Raises `UserError` for an unusable
-    target, head, data set or directory, before any weight is read.
+    Raises `UserError` for an unusable target, head, data set or directory, before any weight is read.
     """
     target = open_target(config.target, config.revision)
     stored_head = open_start(config, target)
     reading = reading_of(config, stored_head, target.config)
-    memory = partial(plan_memory, config, reading, target.config)
-    if config.plan:
-        print(memory(), flush=True)
-        return
-    with training_run(config, memory) as run:
-        rows = load_rows(config.data, target.tokenizer, config.seq_len, "train")
-        heldout = load_rows(config.data, target.tokenizer, config.seq_len, "heldout", max_rows=config.eval_rows)
-        tokens = run.from_main(lambda: pick_tokens(config.draft_vocabulary, target, rows, heldout))
-        fingerprint = run.from_main(lambda: target.fingerprint)
-        origin = {"target": asdict(fingerprint), "data_key": rows.key, "taps": list(reading.taps)}
-
-        build = partial(build_student, config, target, stored_head, reading, tokens, run.device)
-        row_shape = (config.seq_len, len(reading.taps) + 1, reading.target_hidden)
-        student, rows_to_fit = add_states(config, rows, row_shape, origin, build, run)
-        trained, frozen = student.count_parameters()
-        say(f"eagle3 start={config.start or 'new'} taps={','.join(map(str, reading.taps))} "
-            f"draft_steps={config.draft_steps} draft_vocabulary={reading.draft_vocabulary} "
-            f"trained_parameters={trained} frozen_parameters={frozen} processes={run.state.num_processes} "
-            f"objective={config.objective}")  # fmt: skip
-
-        start = None if stored_head is None else run.from_main(lambda: model_identity(stored_head.files))
-        identity = {**config.decisions(), **origin, "start_model": start}
-        # The evaluation is made before the fit: DeepSpeed shards every module that is constructed after its start.
-        evaluate = make_evaluation(config, target, heldout, student) if run.is_main else None
-        result = run.fit(
-            student, rows_to_fit, config.fit, identity=identity, evaluate=evaluate,
-            saved_dtype=stored_dtype(target.config), keeps_best=True, last_file=heads.TRAINING_FILE,
-            minutes=config.minutes,
-        )  # fmt: skip
-        if result is not None:
-            save_drafter(config, target.config, student.head, stored_head, identity, result)
+    train_head(config, target, stored_head, reading, kind_of(config, stored_head, reading, target.config))
 
 
-# --- the head, and what the target hands it
+def kind_of(
+    config: Eagle3Config, stored_head: heads.StoredHead | None, reading: Reading, target: PreTrainedConfig
+) -> HeadKind:
+    """What is particular to the training of a head of this reading. stored_head: its start, if any."""
+    is_mtp = isinstance(reading, MtpReading)
+
+    def new_student(stack: LayerStack, head: Eagle3) -> Eagle3Student:
+        return (MtpStudent if is_mtp else Eagle3Student)(stack, head, config)
+
+    def save(trained_head: Eagle3) -> str:
+        """As serving engines load it."""
+        out_dir, dtype = Path(config.out_dir), stored_dtype(target)
+        if isinstance(stored_head, StoredMtp):
+            save_mtp(out_dir, trained_head, stored_head, dtype)
+            return USE
+        head, made_here = copy.deepcopy(trained_head).to(dtype), stored_head is None or stored_head.made_here
+        steps = min(config.draft_steps, 7)
+        heads.save_head(out_dir, head, config.dialect, target, config.target, steps, made_here=made_here)
+        return heads.describe_use(config.dialect)
+
+    facts = {"draft_steps": config.draft_steps}
+    return HeadKind(
+        command="eagle3", facts=facts, module=MtpHead if is_mtp else Eagle3, new=heads.new_head, student=new_student,
+        steps=max(config.draft_steps, WATCHED_DRAFT), drafts=Eagle3DraftModel, record=heads.TRAINING_FILE, save=save,
+    )  # fmt: skip
 
 
 def open_start(config: Eagle3Config, target: OpenTarget) -> heads.StoredHead | None:
@@ -116,10 +96,7 @@ def open_start(config: Eagle3Config, target: OpenTarget) -> heads.StoredHead | N
                         "name of the model that was converted, and convert the model with the new head")  # fmt: skip
     is_mtp = config.start == TARGET or find_head(source) is not None
     stored_head = open_mtp(source, target.config) if is_mtp else heads.open_head(source, target.config, config.reading)
-    if not stored_head.made_here:
-        warn(f"start={config.start}: another trainer's head, read as its files say; examine it first "
-             f"(evaluate-checkpoint {MTP if is_mtp else EAGLE3}=… doctor=true): "
-             "a misread head learns to be one")  # fmt: skip
+    warn_of_other_trainer(config, stored_head, MTP if is_mtp else EAGLE3)
     return stored_head
 
 
@@ -144,27 +121,6 @@ def reading_of(config: Eagle3Config, stored_head: heads.StoredHead | None, targe
         require_expressible(reading, heads.head_shapes(reading), config.dialect, target)
     require_context(target, config.seq_len, config.decode_tokens)
     return reading
-
-
-def build_student(
-    config: Eagle3Config,
-    target: OpenTarget,
-    stored_head: heads.StoredHead | None,
-    reading: Reading,
-    tokens: Tensor | None,
-    device: torch.device,
-) -> "Eagle3Student":
-    """The head on the whole target, both on `device`. tokens: the draft vocabulary of a new head."""
-    stack = target.stack(dtype=frozen_dtype(config.frozen_dtype, device), device=device)
-    if stored_head is not None:
-        return new_student(stack, stored_head.load(torch.float32, device), config)
-    seed = Streams(config.fit.seed).number("weights", bits=63)
-    head = heads.new_head(reading, stack, None if tokens is None else tokens.to(device), seed)
-    return new_student(stack, head, config)
-
-
-def new_student(stack: LayerStack, head: Eagle3, config: Eagle3Config) -> "Eagle3Student":
-    return (MtpStudent if isinstance(head, MtpHead) else Eagle3Student)(stack, head, config)
 
 
 class Eagle3Student(HeadStudent):
@@ -260,65 +216,3 @@ class MtpStudent(Eagle3Student):
 
     def features(self, aux: Tensor) -> Tensor:
         return self.stack.norm(aux) if self.head.reading.target_norm else aux
-
-
-# --- evaluation
-
-
-def make_evaluation(
-    config: Eagle3Config, target: OpenTarget, heldout: PackedRows, student: Eagle3Student
-) -> Callable[[int], Metrics]:
-    """The evaluation during training: `score_steps`, then real decoding (`Decoding`) with the head as it would be
-    served."""
-    batches, steps = batches_of(heldout, config.eval_batch_rows), max(config.draft_steps, WATCHED_DRAFT)
-    decoding = Decoding.of(target, heldout, config.decode_prompts, config.decode_tokens)
-
-    def evaluate(step: int) -> Metrics:
-        head = copy.deepcopy(student.head).to(student.stack.dtype).requires_grad_(False)
-        head.use_target(student.stack)
-        return score_steps(student, batches, steps) | decoding(student.stack, Eagle3DraftModel(head))
-
-    return evaluate
-
-
-# --- what is saved, and the memory
-
-
-def save_drafter(
-    config: Eagle3Config,
-    target: PreTrainedConfig,
-    trained_head: Eagle3,
-    stored_head: heads.StoredHead | None,
-    identity: Mapping[str, object],
-    result: FitResult,
-) -> None:
-    """Write the head as serving engines load it, its card and, last, the record of its training.
-
-    stored_head: its start, if any. Another trainer's head is examined later (doctor=true).
-    """
-    out_dir, reading, steps = Path(config.out_dir), trained_head.reading, min(config.draft_steps, 7)
-    dtype, use = stored_dtype(target), heads.describe_use(config.dialect)
-    if isinstance(stored_head, StoredMtp):
-        save_mtp(out_dir, trained_head, stored_head, dtype)
-        use = USE
-    else:
-        head, made_here = copy.deepcopy(trained_head).to(dtype), stored_head is None or stored_head.made_here
-        heads.save_head(out_dir, head, config.dialect, target, config.target, steps, made_here=made_here)
-    if config.features in (None, "auto"):  # begun with auto, perhaps
-        shutil.rmtree(out_dir / FEATURES, ignore_errors=True)
-    facts: dict[str, object] = {"taps": list(reading.taps), "objective": config.objective}
-    facts |= {"draft steps": config.draft_steps, "seq_len": config.seq_len}
-    facts |= {"tokens": f"{reading.draft_vocabulary} of the target's {reading.vocabulary}"}
-    record = (heads.TRAINING_FILE, identity)
-    write_records(config, use, facts, result, ("tau",), record)
-
-
-def plan_memory(config: Eagle3Config, reading: Reading, target: PreTrainedConfig) -> Plan:
-    """The memory of training a head with this reading and the whole target of this config."""
-    stack = layer_stack(empty_target(config, target)[0])
-    module: type[Eagle3] = MtpHead if isinstance(reading, MtpReading) else Eagle3
-    student = new_student(stack, module(reading, all_tokens=reading.draft_vocabulary == reading.vocabulary), config)
-    trained, frozen = student.count_parameters()
-    facts = {"taps": ",".join(map(str, reading.taps)), "draft_steps": config.draft_steps}
-    facts |= {"trained_parameters": trained, "frozen_parameters": frozen}
-    return Plan(fit_memory(config, student, len(reading.taps) * reading.target_hidden, reading.vocabulary), facts)

@@ -1,4 +1,4 @@
-"""The blocks of many positions of one text at once, as a training or the doctor runs them."""
+"""The blocks of many positions of one text at once, whatever their layers see, as the doctor runs them."""
 
 import torch
 from torch import Tensor

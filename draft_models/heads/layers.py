@@ -1,5 +1,6 @@
 """The modules that draft heads share: attention, an MLP, rotary tables, and what every head has besides its layers."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -74,7 +75,7 @@ def head_mlp(sizes: HeadSizes) -> LlamaMLP:
     )
 
 
-class DraftHead(nn.Module):
+class DraftHead(nn.Module, ABC):
     """What every draft head has besides its layers: its vocabulary, its embedding, its rotary tables.
 
     draft_tokens: ids [V_d], ascending, of its draft vocabulary; None: the whole vocabulary. Without its own embedding,
@@ -105,9 +106,9 @@ class DraftHead(nn.Module):
         return self.requires_grad_(False).eval()
 
     @property
+    @abstractmethod
     def norm_weight(self) -> Tensor:
         """A weight that keeps its layout when linear layers are packed."""
-        raise NotImplementedError
 
     @property
     def device(self) -> torch.device:
@@ -142,18 +143,18 @@ class DraftHead(nn.Module):
         else:
             self.use_embedding(table.weight)
 
+    @abstractmethod
     def use_target(self, stack: "LayerStack") -> None:
         """Share what the head lacks with its target: the embedding, and the output head."""
-        raise NotImplementedError
 
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens [...] → their embeddings [..., H]."""
         embedding: Tensor = (self.embed_tokens or self.shared_embedding[0])(tokens)
         return embedding
 
+    @abstractmethod
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """The output of the layers [..., H] → logits over the draft vocabulary [..., V_d]."""
-        raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The same over the vocabulary [..., V], where other tokens have probability 0."""

@@ -49,18 +49,8 @@ from outrider.inference.loading.generation_config import Inherited, TextSettings
 from outrider.inference.loading.memory_plan import budget_of
 from outrider.inference.loading.models import load_stack, make_runtime, prepare_models
 from outrider.inference.loading.target_setup import config_with_drafter, find_setup
+from outrider.inference.settings import kinds
 from outrider.inference.settings.evaluate import EvaluateConfig, Runtime
-from outrider.inference.settings.kinds import (
-    DFLASH,
-    EAGLE3,
-    KINDS,
-    MTP,
-    NGRAMS,
-    PROMPT_LOOKUP,
-    SMALL_LM,
-    kind_in,
-    presets_of,
-)
 from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig, method_key, preset
 from outrider.inference.settings.sampling import GREEDY, SamplingConfig
 from outrider.inference.sizing.policy import Tuning
@@ -152,7 +142,7 @@ class Decoder:
         target. With any other drafter (an EAGLE-3 head, an n-gram table, a small LM) `target` must be given.
         method: as the option `method`, such as "eesd_beta" or "eagle3/opt_tree"; or your own settings. None:
         eesd_survival for an early exit, small_lm/survival, eagle3/survival for an EAGLE-3 head, mtp/survival for an MTP
-        head, ngrams with a table, else prompt_lookup.
+        head, dflash/survival for a block drafter, ngrams with a table, else prompt_lookup.
         name: a name for your own settings.
         target: the drafter's target; for an early exit, the target's current path.
         small_lm, eagle3, mtp, dflash, table, drafters, template, chat_template_kwargs: options of evaluate-checkpoint.
@@ -164,14 +154,14 @@ class Decoder:
 
         Raises `UserError` for missing or unusable inputs.
         """
-        kind = kind_in(str(source))
+        kind = kinds.kind_in(str(source))
         require(kind is not None or target is None, "target", target, f"None: {source} is no drafter's directory")
-        is_drafter = kind is not None and (target is not None or kind != SMALL_LM)  # a causal LM alone is a target
+        is_drafter = kind is not None and (target is not None or kind != kinds.SMALL_LM)  # an LM alone is a target
         if method is None:
-            models = {SMALL_LM: small_lm, EAGLE3: eagle3, MTP: mtp, DFLASH: dflash, NGRAMS: table}
-            options = {str(kind.option): path for kind, path in models.items()}
-            kind_preset = kind.preset if kind is not None and is_drafter else None
-            method = kind_preset or [*presets_of(options), PROMPT_LOOKUP.name][0]
+            drafting = (kinds.SMALL_LM, kinds.EAGLE3, kinds.MTP, kinds.DFLASH, kinds.NGRAMS)
+            paths = zip(drafting, (small_lm, eagle3, mtp, dflash, table), strict=True)
+            presets = kinds.presets_of({str(kind.option): path for kind, path in paths})
+            method = (kind.preset if kind and is_drafter else None) or [*presets, kinds.PROMPT_LOOKUP.name][0]
         name = construct(str, name or (method_key(method) if isinstance(method, str) else "method"), "name")
         config = EvaluateConfig(
             checkpoint=str(source) if is_drafter else None,
@@ -314,7 +304,7 @@ class Decoder:
         decoder.config = config
         decoder.drafters = load_drafters(decoder.config, setup.target, dtype=setup.dtype, device=setup.device)
         for kind, model in decoder.drafters.items():
-            self._worker.do(functools.partial(KINDS[kind].load_plugin().prepare, model, self.stack))
+            self._worker.do(functools.partial(kinds.KINDS[kind].load_plugin().prepare, model, self.stack))
         decoder.budget = budget_of(self.stack, decoder.drafters, self.budget.most)
         batch = self._worker.batch
         batch.budget = max(batch.budget or self.budget, decoder.budget)

@@ -127,4 +127,5 @@ def test_drawn_blocks_teach_the_same_on_average(make: Callable[..., DSparkStuden
         assert float(student(**swapped)["loss_sum"]) == pytest.approx(losses[-1], rel=1e-5)
     whole(**batch)["loss_sum"].backward()
     still = [name for name, part in whole.head.named_parameters() if part.grad is None or not part.grad.abs().sum()]
+    assert still == [name for name, part in whole.head.named_parameters() if not part.requires_grad]
     assert all(name.startswith(("confidence_head", "embed_tokens")) for name in still)

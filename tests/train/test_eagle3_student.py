@@ -20,9 +20,10 @@ from outrider.draft_models.eagle3.reading import new_reading
 from outrider.draft_models.losses import DIVERGENCES, IGNORE, linear_cross_entropy, linear_divergence
 from outrider.draft_models.targets.target import Band
 from outrider.train import eagle3
-from outrider.train.eagle3 import Eagle3Student, plan_memory
+from outrider.train.eagle3 import Eagle3Student
 from outrider.train.parts import head_student, steps
 from outrider.train.parts.head_student import HeadStudent, score_batch
+from outrider.train.parts.head_training import plan_memory
 from outrider.train.parts.on_policy import draw_depths, row_generator
 from outrider.train.parts.steps import QueriesAt, acceptance_of_drafts
 from outrider.train.settings.fit import FitConfig
@@ -333,7 +334,8 @@ def test_a_plan_says_about_what_the_steps_keep(target: Path, recomputed: bool) -
     taken = sum(storage.nbytes() for storage in kept.values()) / ids.numel()
     fit = FitConfig(steps=1, batch_rows=2, gradient_checkpointing=recomputed)
     config: Any = SimpleNamespace(**OPTIONS, objective="", keep=1.0, fit=fit, seq_len=64, frozen_dtype="float32")
-    plan = plan_memory(config, case.student.head.reading, case.student.stack.config)
+    reading, shape = case.student.head.reading, case.student.stack.config
+    plan = plan_memory(config, reading, shape, eagle3.kind_of(config, None, reading, shape))
     (planned,) = (one.size for one in plan.parts if one.purpose.startswith("activations"))
     assert taken < planned / ids.numel() < 2 * taken
 

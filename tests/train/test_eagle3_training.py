@@ -184,7 +184,7 @@ def test_kept_states_go_at_the_end_of_their_training(sure: Path, tmp_path: Path,
     """Not by an error, nor by a command that is refused; a finished training makes none; a given folder stays."""
     out = tmp_path / "out"
     run = replace(reading_again(sure, corpus, out, "auto"), resume=True)
-    broken = patch("outrider.train.eagle3.score_steps", side_effect=KeyboardInterrupt)
+    broken = patch("outrider.train.parts.head_training.score_steps", side_effect=KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt), broken:
         train_eagle3(run)
     kept = out / "features" / target_states.STATES_FILE

@@ -9,6 +9,7 @@ from outrider.base.errors import UserError
 
 Metrics = dict[str, float]
 Batch = dict[str, Tensor]
+TOP_K = ("top_ids", "top_logprobs", "tail")  # of a batch, what of the target's distribution it may have
 
 
 class Student(nn.Module):

@@ -4,7 +4,7 @@ A draft of `steps` tokens begins after every position. Token j is predicted in s
 j − 2 − t, of which the target's hidden states are known, and whose first token, at position j − 1 − t, is the text's.
 """
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -25,7 +25,7 @@ from outrider.train.settings.drafters import HeadConfig
 BATCH = ("input_ids", "labels", "positions", "documents")
 
 
-class HeadStudent(Student):
+class HeadStudent(Student, ABC):
     """A head that learns in float32, on the frozen layers of a whole target.
 
     Every token is predicted `steps` times, by drafts that began 0, 1, … tokens earlier. The weight of a step is

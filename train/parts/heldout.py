@@ -40,10 +40,9 @@ from outrider.inference.loading.target_setup import end_tokens
 from outrider.inference.measure.statistics import acceptance_by_position, decode_statistics
 from outrider.inference.shapes.factory import Chain
 from outrider.inference.stopping.interface import FixedLength
-from outrider.train.core.training import Batch, Metrics, TrainRows
+from outrider.train.core.training import TOP_K, Batch, Metrics, TrainRows
 from outrider.train.parts.capture import TextToContinue
 from outrider.train.parts.steps import WATCHED_DRAFT
-from outrider.train.parts.top_k_rows import TOP_K
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from outrider.draft_models.losses import (
     linear_topk_divergence,
 )
 from outrider.draft_models.targets.open_target import OpenTarget
+from outrider.train.core.training import TOP_K
 from outrider.train.parts.position_weights import (
     Product,
     Slots,
@@ -25,7 +26,7 @@ from outrider.train.parts.position_weights import (
     dpace_weights,
     probabilities_of,
 )
-from outrider.train.parts.top_k_rows import TOP_K, TopKRows, load_top_k_rows
+from outrider.train.parts.top_k_rows import TopKRows, load_top_k_rows
 from outrider.train.settings.drafters import EesdConfig, FinetuneConfig
 
 

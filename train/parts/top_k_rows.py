@@ -28,7 +28,6 @@ from outrider.draft_models.targets.vocabulary import KWARGS, bind_arguments, req
 from outrider.inference.batch.directory import Response, read_shard, top_k_documents
 from outrider.inference.batch.tasks import TopK
 
-TOP_K = ("top_ids", "top_logprobs", "tail")  # of a row, what of the target's distribution it has
 TopKExample = tuple[Document, np.ndarray, TopK]  # a text, positions [n] in it, and the distribution at each position
 
 

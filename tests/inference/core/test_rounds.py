@@ -28,26 +28,13 @@ from outrider.inference.measure.statistics import SourceRounds, count_rounds_by_
 from outrider.inference.settings.method import MethodConfig, StructureConfig
 from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.shapes.factory import Structure, make_structure
-from tests import tiny
-from tests.known_targets import Target, targets, tokens_of
+from tests import known_targets, tiny
+from tests.known_targets import OTHER_LMS, Target, targets, tokens_of
 from tests.pairwise import all_pairs, each_value
 from tests.tiers import typical_where
 from tests.tiny import method_of, random_prompt
 
-SOURCES = (
-    "early_exit",
-    "early_exit, first layer",
-    "early_exit, two layers",
-    "early_exit, one pass",
-    "small_lm",
-    "small_lm, one pass",
-    "small_lm, PARD-2",
-    "skip_layers",
-    "eagle3",
-    "mtp",
-    "dflash",
-    "dflash, markov",
-)
+SOURCES = [source for source in known_targets.SOURCES if not source.endswith(("tokens", "head", *OTHER_LMS))]
 STRUCTURES = {
     **tiny.STRUCTURES,
     "k_config, with_replacement": StructureConfig(kind="k_config", widths=(3, 2, 2), draw="with_replacement"),

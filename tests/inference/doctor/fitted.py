@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import Parameter
 from transformers import AutoModelForCausalLM
 
 from outrider.draft_models.eagle3.checkpoint import head_shapes, save_head
@@ -93,11 +95,18 @@ def fitted(stack: LayerStack, said: list[Recording], *, still: bool = False, ste
 def learn(head: Eagle3, said: list[Recording], steps: int, *, still: bool = False) -> None:
     """Fit the matrices of a head but the last one to what a target `said`."""
     learning = [one for name, one in head.named_parameters() if one.ndim == 2 and name != "lm_head.weight"]
-    optimizer = torch.optim.Adam([one.requires_grad_(True) for one in learning], lr=5e-3)
-    texts = [_outside_of_inference(recording) for recording in said]
     draft: Callable[..., Tensor] = draft_by_head.__wrapped__  # type: ignore[attr-defined]  # without inference mode
+    learn_drafts(partial(draft, head, still=still), learning, said, steps)
+
+
+def learn_drafts(
+    draft: Callable[[Recording], Tensor], weights: list[Parameter], said: list[Recording], steps: int
+) -> None:
+    """Fit `weights`, of the drafter that makes the logits `draft`, to what a target `said`."""
+    optimizer = torch.optim.Adam([weight.requires_grad_(True) for weight in weights], lr=5e-3)
+    texts = [_outside_of_inference(recording) for recording in said]
     for _ in range(steps):
-        drafts = [(draft(head, text, still=still), text.tokens[text.start :]) for text in texts]
+        drafts = [(draft(text), text.tokens[text.start :]) for text in texts]
         loss = sum(F.cross_entropy(logits.flatten(0, 1), said.repeat(len(logits))) for logits, said in drafts)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[union-attr]
@@ -114,6 +123,11 @@ Edit = Callable[[dict[str, Any], dict[str, Tensor]], None]  # of config.json and
 def write(path: Path, head: Eagle3, stack: LayerStack, *edits: Edit) -> str:
     """Write `head` in the dialect of speculators, as another trainer would, with faults."""
     save_head(path, head, "speculators", stack.config, "a target")
+    return as_another_trainer(path, *edits)
+
+
+def as_another_trainer(path: Path, *edits: Edit) -> str:
+    """Change a drafter in `path` into another trainer's, with faults."""
     config, weights = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
     del config[MADE_WITH]
     for edit in edits:

@@ -1,6 +1,5 @@
 """A block drafter with each known misreading of such files: the doctor names every one."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -9,21 +8,20 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider.base.errors import UserError
 from outrider.draft_models.dflash.checkpoint import open_drafter, save_drafter
 from outrider.draft_models.dflash.model import DFlash
 from outrider.draft_models.dflash.reading import BlockReading
-from outrider.draft_models.heads.files import DRAFT_TOKENS, MADE_WITH, module_shapes
+from outrider.draft_models.heads.files import DRAFT_TOKENS
 from outrider.draft_models.targets.settings import ReadingChanges
 from outrider.inference.doctor.examine import compare_variants, score_variants
 from outrider.inference.doctor.examinees import EXAMINERS, draft_by_block
 from outrider.inference.doctor.scores import Findings, describe_findings, join_scores, refuse_reading, score_logits
 from outrider.inference.drafters.dflash.drafter import DFlashPlugin
-from tests.inference.doctor.fitted import ROPE, TAPS, TOKENS, Clinic
+from tests.fitted_heads import random_weights
+from tests.inference.doctor.fitted import ROPE, TAPS, TOKENS, Clinic, Edit, as_another_trainer, learn_drafts
 
 PLAIN = BlockReading(
     taps=TAPS, target_hidden=64, hidden=64, intermediate=96, layers=1, heads=4, key_heads=2, head_dim=16, epsilon=1e-5,
@@ -36,27 +34,12 @@ MARKOV = replace(PLAIN, block=4, causal=True, neox=False, sample_from_anchor=Tru
 
 def trained(clinic: Clinic, reading: BlockReading, steps: int = 45) -> DFlash:
     """A drafter that predicts the answers."""
-    generator = torch.Generator().manual_seed(0)
-    weights = {
-        name: torch.randn(shape, generator=generator) * shape[-1] ** -0.5 if len(shape) == 2 else torch.ones(shape)
-        for name, shape in module_shapes(DFlash, reading).items()
-    }
+    weights = random_weights(DFlash, reading, torch.float32)
     weights["layers.0.self_attn.q_norm.weight"] *= 2  # so that positions matter
     drafter = DFlash(reading, all_tokens=False).with_weights({**weights, DRAFT_TOKENS: torch.tensor(TOKENS)})
     drafter.use_embedding(clinic.stack.embed_tokens.weight)
-    learning = [weight.requires_grad_(True) for weight in drafter.parameters()]
-    optimizer = torch.optim.Adam(learning, lr=5e-3)
-    texts = [
-        text._replace(aux_hidden={at: states.clone() for at, states in text.aux_hidden.items()})
-        for text in clinic.texts
-    ]
     draft: Callable[..., Tensor] = draft_by_block.__wrapped__  # type: ignore[attr-defined]  # without inference mode
-    for _ in range(steps):
-        drafts = [(draft(drafter, text), text.tokens[text.start :]) for text in texts]
-        loss = sum(F.cross_entropy(logits.flatten(0, 1), said.repeat(len(logits))) for logits, said in drafts)
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[union-attr]
-        optimizer.step()
+    learn_drafts(partial(draft, drafter), [*drafter.parameters()], clinic.texts, steps)
     return drafter.requires_grad_(False)
 
 
@@ -70,19 +53,9 @@ def ward(clinic: Clinic) -> Ward:
     return Ward(clinic, {"dflash": trained(clinic, PLAIN), "dspark": trained(clinic, MARKOV)})
 
 
-Edit = Callable[[dict[str, Any], dict[str, Tensor]], None]  # of config.json and the tensors
-
-
 def write(path: Path, ward: Ward, name: str, *edits: Edit) -> str:
-    """Write a drafter as another trainer would, with faults."""
     save_drafter(path, ward.drafters[name], ward.clinic.stack.config)
-    config, weights = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
-    del config[MADE_WITH]
-    for edit in edits:
-        edit(config, weights)
-    (path / "config.json").write_text(json.dumps(config))
-    save_file(weights, path / "model.safetensors")
-    return str(path)
+    return as_another_trainer(path, *edits)
 
 
 def examined(ward: Ward, where: str) -> Findings:

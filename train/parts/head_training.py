@@ -1,0 +1,148 @@
+"""The training of a head on hidden states of its target, whatever head it is: the rows, the fit, what is saved."""
+
+import copy
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from outrider.base.errors import warn
+from outrider.base.processes import say
+from outrider.base.streams import Streams
+from outrider.data_prep.text.rows import PackedRows, load_rows
+from outrider.draft_models.heads.files import StoredDrafter
+from outrider.draft_models.heads.layers import DraftHead
+from outrider.draft_models.heads.sizes import HeadSizes
+from outrider.draft_models.targets.fingerprint import model_identity
+from outrider.draft_models.targets.model_files import layer_stack
+from outrider.draft_models.targets.open_target import OpenTarget, stored_dtype
+from outrider.inference.core.drafter import DraftModel
+from outrider.inference.loading.memory_plan import Plan
+from outrider.train.core.driver import training_run
+from outrider.train.core.training import Metrics
+from outrider.train.parts.drafter import frozen_dtype, pick_tokens, write_records
+from outrider.train.parts.head_student import HeadStudent, score_steps
+from outrider.train.parts.heldout import Decoding, batches_of
+from outrider.train.parts.memory import empty_target, fit_memory
+from outrider.train.parts.target_states import FEATURES, add_states
+from outrider.train.settings.drafters import HeadConfig
+
+Stored = StoredDrafter[DraftHead]
+
+
+class HeadKind(NamedTuple):
+    """What is particular to one kind of head.
+
+    command: that trains it. facts: of this training, for its printed lines and the card. module: the head. new: a new
+    one, given its reading, the target, its tokens and a seed. student: of a target and a head. steps: of a draft, which
+    are judged. drafts: the draft model of a head. record: the name of the file of its training. save: writes a head and
+    returns the text of its card.
+    """
+
+    command: str
+    facts: Mapping[str, object]
+    module: type[DraftHead]
+    new: Callable[..., DraftHead]
+    student: Callable[..., HeadStudent]
+    steps: int
+    drafts: Callable[..., DraftModel]
+    record: str
+    save: Callable[..., str]
+
+
+def warn_of_other_trainer(config: HeadConfig, stored: Stored, kind: str) -> None:
+    """Warn that the drafter to continue from, of `kind`, was written by another trainer, if it was."""
+    if not stored.made_here:
+        warn(f"start={config.start}: another trainer's drafter, read as its files say; examine it first "
+             f"(evaluate-checkpoint {kind}=… doctor=true): a misread drafter learns to be one")  # fmt: skip
+
+
+def train_head(
+    config: HeadConfig, target: OpenTarget, stored: Stored | None, reading: HeadSizes, kind: HeadKind
+) -> None:
+    """Train the head of `reading`, new or `stored`. The drafter in `config.out_dir` has the weights with the highest τ
+    of all evaluations, not the last ones."""
+    memory = partial(plan_memory, config, reading, target.config, kind)
+    if config.plan:
+        print(memory(), flush=True)
+        return
+    with training_run(config, memory) as run:
+        rows = load_rows(config.data, target.tokenizer, config.seq_len, "train")
+        heldout = load_rows(config.data, target.tokenizer, config.seq_len, "heldout", max_rows=config.eval_rows)
+        tokens = run.from_main(lambda: pick_tokens(config.draft_vocabulary, target, rows, heldout))
+        fingerprint = run.from_main(lambda: target.fingerprint)
+        origin = {"target": asdict(fingerprint), "data_key": rows.key, "taps": list(reading.taps)}
+
+        build = partial(build_student, config, target, stored, reading, kind, tokens, run.device)
+        row_shape = (config.seq_len, len(reading.taps) + 1, reading.target_hidden)
+        student, rows_to_fit = add_states(config, rows, row_shape, origin, build, run)
+        trained, frozen = student.count_parameters()
+        facts = " ".join(f"{name}={value}" for name, value in kind.facts.items())
+        say(f"{kind.command} start={config.start or 'new'} taps={','.join(map(str, reading.taps))} {facts} "
+            f"draft_vocabulary={reading.draft_vocabulary} trained_parameters={trained} frozen_parameters={frozen} "
+            f"processes={run.state.num_processes} objective={config.objective}")  # fmt: skip
+
+        start = None if stored is None else run.from_main(lambda: model_identity(stored.files))
+        identity = {**config.decisions(), **origin, "start_model": start}
+        # The evaluation is made before the fit: DeepSpeed shards every module that is constructed after its start.
+        evaluate = make_evaluation(config, target, heldout, student, kind) if run.is_main else None
+        result = run.fit(
+            student, rows_to_fit, config.fit, identity=identity, evaluate=evaluate,
+            saved_dtype=stored_dtype(target.config), keeps_best=True, last_file=kind.record, minutes=config.minutes,
+        )  # fmt: skip
+        if result is None:
+            return
+        use = kind.save(student.head)
+        if config.features in (None, "auto"):  # begun with auto, perhaps
+            shutil.rmtree(Path(config.out_dir) / FEATURES, ignore_errors=True)
+        facts_by_name = {name.replace("_", " "): value for name, value in kind.facts.items()}
+        fields = {"taps": list(reading.taps), "objective": config.objective, **facts_by_name}
+        fields["tokens"] = f"{reading.draft_vocabulary} of the target's {reading.vocabulary}"
+        write_records(config, use, fields | {"seq_len": config.seq_len}, result, ("tau",), (kind.record, identity))
+
+
+def build_student(
+    config: HeadConfig,
+    target: OpenTarget,
+    stored: Stored | None,
+    reading: HeadSizes,
+    kind: HeadKind,
+    tokens: Tensor | None,
+    device: torch.device,
+) -> HeadStudent:
+    """The head on the whole target, both on `device`. tokens: the draft vocabulary of a new head."""
+    stack = target.stack(dtype=frozen_dtype(config.frozen_dtype, device), device=device)
+    if stored is not None:
+        return kind.student(stack, stored.load(torch.float32, device))
+    seed = Streams(config.fit.seed).number("weights", bits=63)
+    return kind.student(stack, kind.new(reading, stack, None if tokens is None else tokens.to(device), seed))
+
+
+def make_evaluation(
+    config: HeadConfig, target: OpenTarget, heldout: PackedRows, student: HeadStudent, kind: HeadKind
+) -> Callable[[int], Metrics]:
+    """The evaluation during training: `score_steps`, then real decoding (`Decoding`) with the head as it is served."""
+    batches = batches_of(heldout, config.eval_batch_rows)
+    decoding = Decoding.of(target, heldout, config.decode_prompts, config.decode_tokens)
+
+    def evaluate(step: int) -> Metrics:
+        head = copy.deepcopy(student.head).to(student.stack.dtype).requires_grad_(False)
+        head.use_target(student.stack)
+        return score_steps(student, batches, kind.steps) | decoding(student.stack, kind.drafts(head))
+
+    return evaluate
+
+
+def plan_memory(config: HeadConfig, reading: HeadSizes, target: PreTrainedConfig, kind: HeadKind) -> Plan:
+    """The memory of training a head with this reading and the whole target of this config."""
+    stack = layer_stack(empty_target(config, target)[0])
+    student = kind.student(stack, kind.module(reading, all_tokens=reading.draft_vocabulary == reading.vocabulary))
+    parameters = dict(zip(("trained_parameters", "frozen_parameters"), student.count_parameters(), strict=True))
+    facts = {"taps": ",".join(map(str, reading.taps)), **kind.facts, **parameters}
+    return Plan(fit_memory(config, student, len(reading.taps) * reading.target_hidden, reading.vocabulary), facts)
