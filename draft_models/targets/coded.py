@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from outrider.draft_models.formats.gguf_codes import CodedRows
 
 BLOCK = 2**22  # bytes of weights that are decoded at a time: they stay in a cache until they are multiplied
+ROUNDED = 32  # inputs that are rounded with one scale
+LARGEST_BYTE, LEAST = 127.0, 1e-30  # inputs of less than `LEAST` are rounded to 0
 
 
 class CodedLinear(nn.Module):
@@ -41,7 +43,7 @@ class CodedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] → [..., out]. Weights are decoded a block of rows at a time, and multiplied in float32."""
         rows = max(1, BLOCK // (4 * self.in_features))
-        wide = x if x.dtype == torch.float64 else x.float()
+        wide = as_multiplied(x)
         outputs = [
             F.linear(wide, part.decode(begin, begin + rows).to(wide))
             for part in self.parts
@@ -49,6 +51,25 @@ class CodedLinear(nn.Module):
         ]
         output = torch.cat(outputs, -1)  # [..., out]
         return (output if self.bias is None else output + self.bias.to(wide)).to(x.dtype)
+
+
+def as_multiplied(x: Tensor) -> Tensor:
+    """x [..., in] as products with codes read it, in float32 or float64: bfloat16s rounded to bytes if that is fast."""
+    if x.dtype == torch.bfloat16 and x.device.type == "cpu" and torch.cpu._is_vnni_supported():
+        return round_to_bytes(x.float())
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def round_to_bytes(x: Tensor) -> Tensor:
+    """x [..., in], each `ROUNDED` inputs as integers up to ±127 times a scale. The gradient is that of x.
+
+    Processors multiply integers of 8 bits by codes two to three times as fast as bfloat16s (`engines.cpu.row_bytes`).
+    """
+    groups = x.detach().unflatten(-1, (-1, ROUNDED))
+    most = groups.abs().amax(-1, keepdim=True)
+    factor = torch.where(most < LEAST, 0.0, LARGEST_BYTE / most)
+    rounded = ((groups * factor).round() * (most / LARGEST_BYTE)).flatten(-2)
+    return x + (rounded - x.detach()) if x.requires_grad else rounded
 
 
 class CodedEmbedding(nn.Module):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.base.errors import UserError
-from outrider.draft_models.targets.coded import CodedLinear
+from outrider.draft_models.targets.coded import CodedLinear, as_multiplied
 from outrider.draft_models.targets.int8 import Int8Linear, Linear, apply_scale
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.inference.engines.cpu.at_once import (
@@ -33,6 +33,7 @@ ROWS = 8  # the row count for which oneDNN's blocked layout is chosen; it is nea
 TIMED_ROWS = (1, 4, 16)  # of plain decoding, of a chain and of a tree
 FEWEST = 16  # layers that are timed in turn, including copies if needed, unless fewer exceed the caches
 CODES_ROUND = 3e-5  # of a spread of outputs: rounding of sums in float32
+BFLOAT16_ROUNDS = 2**-7  # of an output
 SMALL = 2**17  # smaller layers, in bytes, are blocked without measuring: call overhead dominates in any layout
 
 Choose = Callable[[Sequence[Linear]], str]
@@ -135,12 +136,19 @@ def pack_codes(model: nn.Module) -> None:
 
 @torch.inference_mode()
 def compare_panels(linear: CodedLinear) -> None:
-    """Raise `UserError` unless the panels of a layer's codes give the products of its decoded weights, in float32."""
-    for rows in linear.parts:
-        decoded = CodedLinear([rows], None, torch.float32)
-        x = torch.randn(1, rows.inputs, generator=torch.Generator().manual_seed(rows.inputs))
-        expected = decoded(x)
-        if fits_panels(decoded) and not (PanelLinear(decoded)(x) - expected).abs().max() < CODES_ROUND * expected.std():
+    """Raise `UserError` unless the panels of a layer's codes give the products of its decoded weights.
+
+    They are compared in float32, and in the layer's dtype, in which other instructions may multiply.
+    """
+    for part in linear.parts:
+        x = torch.randn(1, part.inputs, generator=torch.Generator().manual_seed(part.inputs))
+        inputs = [x, x.to(linear.like.dtype)]
+        expected = CodedLinear([part], None, torch.float32)(torch.cat([as_multiplied(x) for x in inputs]))
+        for x, outputs in zip(inputs, expected, strict=True):
+            layer = CodedLinear([part], None, x.dtype)
+            rounding = CODES_ROUND * outputs.std() + (x.dtype == torch.bfloat16) * BFLOAT16_ROUNDS * outputs.abs()
+            if not fits_panels(layer) or ((PanelLinear(layer)(x)[0] - outputs).abs() < rounding).all():
+                continue
             raise UserError(
                 "the target's codes, as they were laid out, are other weights than those that its file stores: the "
                 "memory or the runtime is faulty; load it again, and report it if it stays so"

@@ -2,38 +2,50 @@
 """Products with quantised weights as a file stores them: codes of 4 to 8 bits, unpacked in registers.
 
 A weight is scale · (code − offset) − minimum, with the scale and the minimum of its group of 16, 32 or 128 inputs. A
-group's part of an output's sum is therefore scale · (Σ code · x − offset · Σ x) − minimum · Σ x. Codes are small
-integers and exact in bfloat16, so the products are those of the decoded weights, within the rounding of float32.
+group's part of an output's sum is therefore scale · (Σ code · x − offset · Σ x) − minimum · Σ x. With x in float32 the
+products are those of the decoded weights, within the rounding of float32.
+
+x in bfloat16 is first rounded to integers of 8 bits (`coded.round_to_bytes`): one instruction then adds four products
+of integers, exactly. With integers q and a scale s of every 32 inputs, x is s · q.
 
 `code_panels` lays the weights out: a panel is `PANEL` outputs, and a `PanelBlock` of it has the same block of inputs of
-all these outputs. `by_codes` multiplies rows of x by panels: it sums x by groups (`_multiply_rows`), and calls for each
-run of panels of one kind the compiled function of this kind (`entries.codes_entry`). That function goes over tiles of a
-few rows and panels (`multiply_tile`), whose sums stay in registers. A tile goes over the blocks (`_add_tile`), their
-groups (`_add_group`), and the lines of a group's codes.
+all these outputs. `by_codes` multiplies rows of x by panels: it rounds x or sums it by groups (`_multiply_rows`), and
+calls for each run of panels of one kind the compiled function of this kind (`entries.codes_entry`). That function goes
+over tiles of a few rows and panels (`multiply_tile`), whose sums stay in registers. A tile goes over the blocks
+(`_add_tile`), their groups (`_add_group`), and every eight inputs of a group.
 
 The functions with a `builder` emit LLVM code: their arguments and results are LLVM values, unless a docstring says
 otherwise.
 """
 
 from functools import reduce
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 
 from outrider.draft_models.formats.gguf_codes import CODE_KINDS
+from outrider.draft_models.targets.coded import ROUNDED
+from outrider.inference.engines.cpu.code_vectors import (
+    WORDS,
+    four_codes,
+    in_all_words,
+    load_vector,
+    scale_and_minimum,
+    two_codes,
+)
 from outrider.inference.engines.cpu.numbers import array_of, kernel, wide
 from outrider.inference.engines.cpu.panel_block import LINE, PanelBlock
+from outrider.inference.engines.cpu.row_bytes import NOTES, SCALE, SCALED_SUM, add_byte_products, round_row
 from outrider.inference.engines.cpu.vectors import (
     BYTE,
     FLOAT,
     FLOATS,
     INT,
-    INTS,
-    LANES,
     LONG,
     PANEL,
     ZEROS,
@@ -46,123 +58,38 @@ from outrider.inference.engines.cpu.vectors import (
     row_of,
     splat,
     splat_float,
-    splat_int,
     switch_between,
 )
 
 SUMMED = 16  # inputs whose x are summed beforehand: the smallest group
-_WORDS = ir.VectorType(ir.IntType(16), 2 * LANES)
-_TILES = {1: 4, 2: 4, 4: 2, 8: 1}  # rows of a tile → its panels: sums and unpacked codes fit the registers
+_TILES = {1: 4, 2: 4, 4: 2, 6: 1, 8: 1}  # rows of a tile → its panels: sums and unpacked codes fit the registers
 _MOST_ROWS = max(_TILES)
-_SUMMED_ROWS = 64  # most rows whose sums of x a thread's stack holds at a time
-# With a code c below 2⁷ in their lower bits, these are 2⁷ + c and 16 · (2⁷ + c) as bfloat16s.
-_UNITS, _SIXTEENS = 0x4300, 0x4500
+_MOST_TOGETHER, _STACK = 64, 2**20  # rows whose sums, or bytes, a thread's stack holds at a time, and their bytes there
+_BYTES = np.zeros(1, np.int8)  # says a type
 
 
 class _Tile(NamedTuple):
-    """The operands of some rows times some panels: LLVM values, but for `block`, `pairs` and `outputs`."""
+    """The operands of some rows times some panels: LLVM values, but for `block`, `by_bytes` and `outputs`."""
 
     block: PanelBlock
-    pairs: bool  # whether x is bfloat16: one instruction then multiplies two inputs
+    by_bytes: bool  # whether x is integers of 8 bits, see `row_bytes`
     blocks: object  # their number in a row
     panels: list  # addresses
     columns: list  # the first output of each panel
     rows: list  # numbers
     sources: list  # addresses of rows of x
-    sums: list  # addresses of the rows' sums of x
+    sums: list  # addresses of the rows' sums of x, or of their notes
     outputs: list  # the forms in which outputs may be stored
     output_form: object  # index in `outputs` of the form that is asked for
     ahead: object  # bytes from this tile to the codes that are read next
 
 
-def _load_vector(builder, address, offset, vector_type):
-    """A vector, `offset` bytes after an address."""
-    start = builder.gep(builder.bitcast(address, BYTE.as_pointer()), [offset])
-    return builder.load(builder.bitcast(start, vector_type.as_pointer()), align=1)
-
-
-def _splat_word(number):
-    return ir.Constant(_WORDS, [number] * 2 * LANES)
-
-
-def _in_all_words(builder, number):
-    first = builder.insert_element(ir.Constant(_WORDS, ir.Undefined), number, INT(0))
-    return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(INT, 2 * LANES), [0] * 2 * LANES))
-
-
-def _shift_right(builder, words, by):
-    """Integers shifted right by a number of bits; left by a negative number."""
-    if by == 0:
-        return words
-    shift = builder.lshr if by > 0 else builder.shl
-    return shift(words, ir.Constant(words.type, [abs(by)] * words.type.count))
-
-
-def _pair_codes(builder, code_kind, words, upper, pair):
-    """The codes of the `pair`-th two inputs of a line; their bits above `code_kind.bits` are arbitrary."""
-    if code_kind.bits == 8:
-        return _shift_right(builder, words, 8 * pair)
-    low = _shift_right(builder, words, 4 * pair)
-    if code_kind.bits == 4:
-        return low
-    upper = _shift_right(builder, upper, (code_kind.bits - 4) * pair - 4)
-    upper_mask = _splat_word(2**code_kind.bits - 16)
-    return builder.or_(builder.and_(low, _splat_word(15)), builder.and_(upper, upper_mask))
-
-
-def _as_bfloat16(builder, words, bits, base):
-    """The lower `bits` of words as bfloat16s with the upper bits of `base`, in pairs."""
-    codes = builder.or_(builder.and_(words, _splat_word(2**bits - 1)), _splat_word(base))
-    return builder.bitcast(codes, INTS)
-
-
-def _code_factors(builder, tile, words, upper, pair):
-    """The factors of x for the `pair`-th two inputs of a line: for each, the vector and the index of x in the line.
-
-    With bfloat16, a code of 8 bits has two factors: 2⁷ + its lower half, and 16 · (2⁷ + its upper half).
-    """
-    code_kind, words = tile.block.code_kind, _pair_codes(builder, tile.block.code_kind, words, upper, pair)
-    if not tile.pairs:
-        first = builder.bitcast(words, INTS)
-        codes = [
-            builder.and_(half, splat_int(2**code_kind.bits - 1)) for half in (first, _shift_right(builder, first, 16))
-        ]
-        return [(builder.sitofp(code, FLOATS), 2 * pair + index) for index, code in enumerate(codes)]
-    if code_kind.bits < 8:
-        return [(_as_bfloat16(builder, words, code_kind.bits, _UNITS), pair)]
-    parts = (words, _UNITS), (_shift_right(builder, words, 4), _SIXTEENS)
-    return [(_as_bfloat16(builder, part, 4, base), pair) for part, base in parts]
-
-
-def _surplus(code_kind, pairs):
-    """How much larger the sum of an input's factors (`_code_factors`) is than code − offset."""
-    if not pairs:
-        return code_kind.code_offset
-    return code_kind.code_offset + 128 + (16 * 128 if code_kind.bits == 8 else 0)
-
-
-def _scale_and_minimum(builder, code_kind, block, group):
-    """(scale, minimum or None) of a group of a panel's block, for each output."""
-    factors, begin = [], 2 * PANEL * (1 + code_kind.has_minimum)
-    for index in range(1 + code_kind.has_minimum):
-        half = _load_vector(builder, block, LONG(2 * PANEL * index), ir.VectorType(ir.HalfType(), LANES))
-        factor = builder.fpext(half, FLOATS)
-        if code_kind.block_groups > 1:
-            offset = builder.add(LONG(begin + index * code_kind.block_groups * PANEL), builder.mul(group, LONG(PANEL)))
-            numbers = _load_vector(builder, block, offset, ir.VectorType(BYTE, LANES))
-            widened = builder.zext(numbers, INTS) if code_kind.has_minimum else builder.sext(numbers, INTS)
-            factor = builder.fmul(factor, builder.sitofp(widened, FLOATS))
-        factors.append(factor)
-    if code_kind.has_zero_point:
-        factors[1] = builder.fmul(*factors)
-    return factors[0], factors[1] if code_kind.has_minimum else None
-
-
-def _sum_of_group(builder, code_kind, sums, group):
-    """Σ x over a group of a row, in all lanes. sums: the address of the row's sums over `SUMMED` inputs."""
-    count = code_kind.group_size // SUMMED
-    first_sum = builder.mul(group, LONG(count))
-    indices = [builder.add(first_sum, LONG(index)) for index in range(count)]
+def _sum_of_group(builder, tile, sums, group):
+    """Σ x over a group of a row, in all lanes. sums: the address of the row's sums over `SUMMED` inputs, or notes."""
+    each, apart, begin = (ROUNDED, NOTES, SCALED_SUM) if tile.by_bytes else (SUMMED, 1, 0)
+    count = tile.block.code_kind.group_size // each
+    first_sum = builder.add(builder.mul(group, LONG(count * apart)), LONG(begin))
+    indices = [builder.add(first_sum, LONG(apart * index)) for index in range(count)]
     parts = [builder.load(address_at(builder, sums, index, FLOAT), align=4) for index in indices]
     return splat(builder, reduce(builder.fadd, parts))
 
@@ -175,9 +102,14 @@ def _add_group(builder, tile, starts, block_number, group, totals):
     code_kind, block = tile.block.code_kind, tile.block
     group_number = builder.add(builder.mul(block_number, LONG(code_kind.block_groups)), group)
     codes_at = builder.add(LONG(block.header), builder.mul(group, LONG(block.group_bytes)))
-    sums = [_sum_of_group(builder, code_kind, row, group_number) for row in tile.sums]
-    dots = _dot_codes(builder, tile, starts, group_number, codes_at, sums)
-    scales = [_scale_and_minimum(builder, code_kind, start, group) for start in starts]
+    sums = []
+    if code_kind.has_minimum or not tile.by_bytes:
+        sums = [_sum_of_group(builder, tile, row, group_number) for row in tile.sums]
+    if tile.by_bytes:
+        dots = _dot_bytes(builder, tile, starts, group_number, codes_at)
+    else:
+        dots = _dot_floats(builder, tile, starts, group_number, codes_at, sums)
+    scales = [scale_and_minimum(builder, code_kind, start, group) for start in starts]
     new_totals = []
     for index, (total, dot) in enumerate(zip(totals, dots, strict=True)):
         row, panel = divmod(index, len(starts))
@@ -187,40 +119,81 @@ def _add_group(builder, tile, starts, block_number, group, totals):
     return new_totals
 
 
-def _dot_codes(builder, tile, starts, group_number, codes_at, sums):
-    """Σ (code − offset) · x over a group, for each row and panel. codes_at: offset of the group's codes in a block.
-
-    The factors of `_code_factors` are larger than code − offset by the surplus, so a sum begins at −surplus · Σ x. A
-    line's codes are unpacked once for all rows.
-    """
+def _dot_floats(builder, tile, starts, group_number, codes_at, sums):
+    """Σ (code − offset) · x over a group, for each row and panel. codes_at: offset of the group's codes in a block."""
     code_kind = tile.block.code_kind
-    surplus = splat_float(-float(_surplus(code_kind, tile.pairs)))
-    dots = [builder.fmul(total, surplus) for total in sums for _ in starts]
-    type_of_x, numbers_of_pair = (INT, 1) if tile.pairs else (FLOAT, 2)  # how x is read: two bfloat16s as one INT
-    pairs = 2 if code_kind.bits == 8 else 4  # of a line
-    lines, upper_bits = code_kind.group_size // (2 * pairs), code_kind.bits - 4
-    group_begin = builder.mul(group_number, LONG(numbers_of_pair * code_kind.group_size // 2))
-    upper_at = builder.add(codes_at, LONG(LINE * lines))
-    uppers = [_load_vector(builder, start, upper_at, _WORDS) for start in starts] if code_kind.bits in (5, 6) else []
+    offset, eights = splat_float(-float(code_kind.code_offset)), code_kind.group_size // 8
+    dots = [builder.fmul(total, offset) for total in sums for _ in starts]
+    return _add_eights(
+        builder, tile, starts, (codes_at, LONG(0), builder.mul(group_number, LONG(eights)), eights), dots
+    )
 
-    def add_line(line, dots):
-        offset = builder.add(codes_at, builder.mul(line, LONG(LINE)))
-        for start in starts:
-            prefetch_line(builder, builder.gep(start, [builder.add(offset, tile.ahead)]))
-        words = [_load_vector(builder, start, offset, _WORDS) for start in starts]
-        by = builder.trunc(builder.mul(line, LONG(pairs * upper_bits)), ir.IntType(16))
-        line_uppers = [builder.lshr(upper, _in_all_words(builder, by)) for upper in uppers] or [None] * len(starts)
-        line_begin = builder.add(group_begin, builder.mul(line, LONG(numbers_of_pair * pairs)))
-        for pair in range(pairs):
-            by_panel = [_code_factors(builder, tile, *codes, pair) for codes in zip(words, line_uppers, strict=True)]
-            for factors in zip(*by_panel, strict=True):
-                at = builder.add(line_begin, LONG(factors[0][1]))
+
+def _dot_bytes(builder, tile, starts, group_number, codes_at):
+    """`_dot_floats` for bytes: integers are added, and scaled where the scale of x or of the codes changes."""
+    code_kind, dots = tile.block.code_kind, [ZEROS] * (len(tile.sums) * len(starts))
+    together = min(code_kind.group_size, ROUNDED)
+    for part in range(code_kind.group_size // together):
+        first_input = builder.add(builder.mul(group_number, LONG(code_kind.group_size)), LONG(part * together))
+        notes_at = builder.mul(builder.sdiv(first_input, LONG(ROUNDED)), LONG(NOTES))
+        half = builder.sdiv(builder.srem(first_input, LONG(ROUNDED)), LONG(SUMMED))
+        integers, factors = [], []
+        for notes in tile.sums:
+            sums_at = [builder.add(notes_at, builder.add(half, LONG(n))) for n in range(together // SUMMED)]
+            parts = [builder.load(address_at(builder, notes, at, INT), align=4) for at in sums_at]
+            offset = builder.mul(reduce(builder.add, parts), INT(-code_kind.code_offset))
+            integers += [splat(builder, offset)] * len(starts)
+            factor = address_at(builder, notes, builder.add(notes_at, LONG(SCALE)), FLOAT)
+            factors += [splat(builder, builder.load(factor, align=4))] * len(starts)
+        eights = LONG(part * together // 8), builder.sdiv(first_input, LONG(8)), together // 8
+        integers = _add_eights(builder, tile, starts, (codes_at, *eights), integers)
+        floats = [builder.sitofp(integer, FLOATS) for integer in integers]
+        dots = [add_product(builder, *terms) for terms in zip(dots, floats, factors, strict=True)]
+    return dots
+
+
+def _add_eights(builder, tile, starts, eights, dots):
+    """`dots` with Σ code · x over some eights of inputs. A line's codes are unpacked once for all rows.
+
+    eights: offset of their group's codes in a block, the first one's number in the group and in a row, their number.
+    """
+    codes_at, first_eight, first_of_row, count = eights
+    code_kind, lines_of_eight = tile.block.code_kind, 2 if tile.block.code_kind.bits == 8 else 1
+    upper_bits, lines = code_kind.bits - 4, code_kind.group_size // 8
+    upper_at = builder.add(codes_at, LONG(LINE * lines))
+    uppers = []
+    if code_kind.bits in (5, 6):
+        uppers = [load_vector(builder, start, upper_at, WORDS) for start in starts]
+        _prefetch_next(builder, tile, starts, [upper_at])
+    steps, type_of_x, unpack = (2, INT, four_codes) if tile.by_bytes else (4, FLOAT, two_codes)
+
+    def add_eight(eight, dots):
+        number = builder.add(first_eight, eight)
+        offset = builder.add(codes_at, builder.mul(number, LONG(LINE * lines_of_eight)))
+        offsets = [builder.add(offset, LONG(LINE * line)) for line in range(lines_of_eight)]
+        _prefetch_next(builder, tile, starts, offsets)
+        words = [[load_vector(builder, start, line, WORDS) for line in offsets] for start in starts]
+        by = builder.trunc(builder.mul(number, LONG(4 * upper_bits)), ir.IntType(16))
+        line_uppers = [builder.lshr(upper, in_all_words(builder, by)) for upper in uppers] or [None] * len(starts)
+        x_begin = builder.mul(builder.add(first_of_row, eight), LONG(2 if tile.by_bytes else 8))
+        for step in range(steps):
+            by_panel = [unpack(builder, code_kind, *codes, step) for codes in zip(words, line_uppers, strict=True)]
+            by_input = [by_panel] if tile.by_bytes else [*zip(*by_panel, strict=True)]
+            for place, of_panels in enumerate(by_input):
+                at = builder.add(x_begin, LONG(step * len(by_input) + place))
                 inputs = [builder.load(address_at(builder, source, at, type_of_x), align=4) for source in tile.sources]
-                terms = [(codes, splat(builder, x)) for x in inputs for codes, _ in factors]
-                dots = [add_product(builder, dot, *term) for dot, term in zip(dots, terms, strict=True)]
+                terms = [(codes, splat(builder, x)) for x in inputs for codes in of_panels]
+                add = add_byte_products if tile.by_bytes else add_product
+                dots = [add(builder, dot, *term) for dot, term in zip(dots, terms, strict=True)]
         return dots
 
-    return loop(builder, LONG(lines), dots, add_line)
+    return loop(builder, LONG(count), dots, add_eight)
+
+
+def _prefetch_next(builder, tile, starts, offsets):
+    """Prefetch the lines at these offsets in the blocks of the next tile's panels."""
+    for start, offset in product(starts, offsets):
+        prefetch_line(builder, builder.gep(start, [builder.add(offset, tile.ahead)]))
 
 
 def _add_tile(builder, tile):
@@ -232,6 +205,7 @@ def _add_tile(builder, tile):
     def add_block(number, totals):
         begin = builder.mul(number, LONG(tile.block.size))
         starts = [builder.gep(panel, [begin]) for panel in tile.panels]
+        _prefetch_next(builder, tile, starts, [LONG(offset) for offset in range(0, tile.block.header, LINE)])
         return loop(
             builder, LONG(tile.block.code_kind.block_groups), totals,
             lambda group, totals: _add_group(builder, tile, starts, number, group, totals),
@@ -283,7 +257,7 @@ def multiply_tile(context, number, linear, x, sums, outs, tile):
             rows = [_least(builder, builder.add(first_row, LONG(row)), last_row) for row in range(tile_rows)]
             panels = [_least(builder, builder.add(first_panel, LONG(n)), last_panel) for n in range(tile_panels)]
             operands = _Tile(
-                block=block, pairs=x.dtype == types.uint16, blocks=blocks, rows=rows,
+                block=block, by_bytes=x.dtype == types.int8, blocks=blocks, rows=rows,
                 panels=[address_of(panel) for panel in panels],
                 columns=[builder.mul(panel, LONG(PANEL)) for panel in panels],
                 sources=[row_of(builder, of_x, row) for row in rows],
@@ -353,16 +327,38 @@ def by_codes(linear, x, rows, begin, end, in_bf16, out):
     """`passes.product` for codes. The weights are int64 [panels, 2], flattened: of a panel its address, and that of the
     function that multiplies panels of its kind: void f(int64 *table), see `entries.codes_entry`.
 
-    x is float32, or bfloat16 where `DOTS`. in_bf16: whether `out` is rounded to bfloat16; known to the function.
+    x is float32, or bfloat16 where `HAS_BYTES`. in_bf16: whether `out` is rounded to bfloat16; known to the function.
     """
-    for row in range(0, rows, _SUMMED_ROWS):
-        _multiply_rows(linear, x, row, min(_SUMMED_ROWS, rows - row), begin, end, out)
+    together = max(_MOST_ROWS, min(_MOST_TOGETHER, _STACK // (2 * linear.inputs)))
+    for row in range(0, rows, together):
+        _multiply_rows(linear, x, row, min(together, rows - row), begin, end, out)
+
+
+def _multiply_rows(linear, x, first_row, rows, begin, end, out):
+    """`by_codes` for `rows` rows from row `first_row` on."""
+
+
+@overload(_multiply_rows)
+def _multiply_rows_of(linear, x, first_row, rows, begin, end, out):
+    if x.dtype != types.uint16:
+        return _multiply_floats.py_func
+
+    def multiply_bytes(linear, x, first_row, rows, begin, end, out):
+        inputs, notes_in_row = linear.inputs, NOTES * (linear.inputs // ROUNDED)
+        codes_at = _workspace(rows * inputs // 4) - first_row * inputs  # no row before has bytes here
+        notes_at = _workspace(rows * notes_in_row) - 4 * first_row * notes_in_row
+        for row in range(first_row, first_row + rows):
+            round_row(x, row, inputs, codes_at + row * inputs, notes_at + 4 * row * notes_in_row)
+        codes = array_of(codes_at, (first_row + rows, inputs), _BYTES)
+        notes = array_of(notes_at, (first_row + rows, notes_in_row), linear.scales)
+        _multiply_panels(linear, codes, notes, first_row, rows, begin, end, out)
+
+    return multiply_bytes
 
 
 @kernel
-def _multiply_rows(linear, x, first_row, rows, begin, end, out):
-    """`by_codes` for `rows` rows from row `first_row` on."""
-    panels, sums_per_row = linear.weights, linear.inputs // SUMMED
+def _multiply_floats(linear, x, first_row, rows, begin, end, out):
+    sums_per_row = linear.inputs // SUMMED
     bytes_before = 4 * first_row * sums_per_row  # bytes of the rows before, which have no sums here
     sums = array_of(_workspace(rows * sums_per_row) - bytes_before, (first_row + rows, sums_per_row), linear.scales)
     for row in range(first_row, first_row + rows):
@@ -371,6 +367,12 @@ def _multiply_rows(linear, x, first_row, rows, begin, end, out):
             for i in range(index * SUMMED, (index + 1) * SUMMED):
                 total += wide(x[row, i])
             sums[row, index] = total
+    _multiply_panels(linear, x, sums, first_row, rows, begin, end, out)
+
+
+@kernel
+def _multiply_panels(linear, x, sums, first_row, rows, begin, end, out):
+    panels = linear.weights
     panel = begin // PANEL
     while panel < end // PANEL:
         function, panel_end = panels[2 * panel + 1], panel + 1

@@ -42,11 +42,11 @@ def _pack_group(code_kind, first_fours, second_fours, lines):
     """Write a group's codes: those of 8 bits in lines of four, else the lower 4 bits and then the upper bits."""
     if code_kind.bits == 8:
         for line in range(code_kind.group_size // 4):
-            fours = (second_fours if line % 2 else first_fours)[line // 2 * PANEL :]
-            for lane in range(PANEL):
-                four = fours[lane]  # 0x03020100 becomes 0x0301_0200
-                swapped = (four & 0xFF0000FF) | (four >> 8 & 0xFF00) | ((four & 0xFF00) << 8)
-                lines[line * PANEL + lane] = swapped
+            begin, by = line // 2 * PANEL, 16 * (line % 2)
+            for lane in range(PANEL):  # 0x03020100 and 0x07060504 become 0x0501_0400 and 0x0703_0602
+                first, second = first_fours[begin + lane] >> by, second_fours[begin + lane] >> by
+                low = (first & 0xFF) | (second & 0xFF) << 8
+                lines[line * PANEL + lane] = low | (first & 0xFF00) << 8 | (second & 0xFF00) << 16
         return
     high_bits, count = code_kind.bits - 4, code_kind.group_size // 8 * PANEL  # count: numbers of the lower bits
     _pack_lines(first_fours, second_fours, 0, 4, 0, lines[:count])

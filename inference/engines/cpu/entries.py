@@ -158,6 +158,7 @@ def codes_entry(kind_number: int, x_type: NumberType, out_type: NumberType, sour
 
     It is compiled by itself, as all that multiply by codes share it.
     """
+    sums_of = codes.ROUNDED // codes.NOTES if x_type is np.int8 else codes.SUMMED  # inputs
 
     @_entry
     def entry(address):
@@ -169,7 +170,7 @@ def codes_entry(kind_number: int, x_type: NumberType, out_type: NumberType, sour
             _floats(table[codes.SCALES], 1, outputs)[0], _floats(table[codes.BIASES], 1, outputs)[0],
         )  # fmt: skip
         x = carray(array_at(table[codes.X], x_type), (end, table[codes.X_APART]))
-        sums = _floats(table[codes.SUMS], end, inputs // codes.SUMMED)
+        sums = _floats(table[codes.SUMS], end, inputs // sums_of)
         out = _floats(table[codes.OUT], end, table[codes.OUT_APART])
         outs = (out, carray(array_at(table[codes.OUT], out_type), out.shape))
         tile_rows, panels = codes.tile_sizes(count)

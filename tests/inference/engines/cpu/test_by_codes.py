@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from outrider.draft_models.formats.gguf_codes import CODE_KINDS, CodedRows, decode_rows
-from outrider.draft_models.targets.coded import CodedEmbedding, CodedLinear
+from outrider.draft_models.targets import coded
+from outrider.draft_models.targets.coded import ROUNDED, CodedEmbedding, CodedLinear, as_multiplied, round_to_bytes
 from outrider.inference.engines.cpu.at_once import PanelLinear
 from outrider.inference.engines.cpu.code_panels import code_panels
 from outrider.inference.engines.cpu.panel_block import PanelBlock
 from outrider.inference.engines.cpu.vectors import PANEL
+from outrider.inference.engines.packing import compare_panels
 from tests.gguf_files import random_blocks
+from tests.refusals import refusal
 
 INPUTS, ROWS = 768, (1, 2, 3, 4, 5, 8, 9, 17, 70)  # whole blocks of every kind; tiles, and what they leave
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1.5e-2}  # of a spread of outputs: rounding of sums, and of results
@@ -66,7 +69,7 @@ def true_product(linear: CodedLinear, x: Tensor) -> Tensor:
 
 def error_of(product: Callable[[Tensor], Tensor], linear: CodedLinear, x: Tensor) -> float:
     """The largest difference from the true product, as a share of a kind's spread of outputs."""
-    expected, ours = true_product(linear, x), product(x).double()
+    expected, ours = true_product(linear, as_multiplied(x)), product(x).double()
     sizes = [len(part) for part in linear.parts]
     pairs = zip(expected.split(sizes, -1), ours.split(sizes, -1), strict=True)
     return max(float((left - right).abs().max() / left.std()) for left, right in pairs)
@@ -105,6 +108,52 @@ def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
         x = inputs(rows, dtype)
         alone = torch.cat([product(x[row : row + 1]) for row in range(rows)])
         assert torch.equal(product(x), alone), rows
+
+
+@pytest.mark.parametrize("kind", CODE_KINDS)
+def test_products_of_bytes_are_exact(kind: str) -> None:
+    """If rounding loses nothing, outputs are the decoded weights' but for the last of bfloat16's 8 digits."""
+    linear = CodedLinear([coded_rows(kind, 3 * PANEL)], None, torch.bfloat16)
+    generator = torch.Generator().manual_seed(1)
+    for rows in ROWS:
+        whole = torch.randint(-127, 128, (rows, INPUTS // ROUNDED, ROUNDED), generator=generator)
+        whole[..., 5] = 127
+        x = (whole * 2.0 ** torch.randint(-9, 3, (rows, INPUTS // ROUNDED, 1), generator=generator)).flatten(1)
+        x = x.bfloat16()
+        assert torch.equal(as_multiplied(x), x.float())
+        expected = true_product(linear, x)
+        assert ((PanelLinear(linear)(x) - expected).abs() <= 2**-8 * expected.abs() + 1e-6 * expected.std()).all()
+
+
+def test_products_of_bytes_are_compared_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = mixed_linear(torch.bfloat16)
+    compare_panels(linear)
+    monkeypatch.setattr(coded, "LARGEST_BYTE", 63.0)
+    if torch.cpu._is_vnni_supported():
+        refusal("other weights than those that its file stores", compare_panels, linear)
+
+
+def test_rows_are_rounded_to_255_steps_of_each_32_inputs() -> None:
+    x = inputs(7) * torch.logspace(-6, 3, INPUTS)
+    x[2, 64:96] = 0
+    x[3, :32] = 1e-33
+    rounded, step = round_to_bytes(x), x.unflatten(1, (-1, ROUNDED)).abs().amax(-1).repeat_interleave(ROUNDED, 1) / 127
+    assert ((rounded - x).abs() <= step / 2 * (1 + 1e-5) + 1e-30).all()
+    assert torch.equal(rounded[3, :32], torch.zeros(32))
+    assert len((rounded / step)[1, :32].round().unique()) > 20
+    with_gradient = x.requires_grad_()
+    round_to_bytes(with_gradient).sum().backward()
+    assert torch.equal(with_gradient.grad, torch.ones_like(x))
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_what_is_not_finite_is_not_lost(value: float, dtype: torch.dtype) -> None:
+    x, product = inputs(3, dtype), PanelLinear(mixed_linear(dtype))
+    x[1, 40] = value
+    finite = product(x).isfinite()
+    assert finite[[0, 2]].all()
+    assert not finite[1].any()
 
 
 def test_copies_share_the_panels() -> None:
