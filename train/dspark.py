@@ -1,4 +1,4 @@
-"""DSpark: block drafters, trained with the whole target.
+"""DSpark and DFlash: block drafters, trained with the whole target.
 
     python train/dspark.py target=MODEL data=ultrachat
 
@@ -65,7 +65,7 @@ def train_dspark(config: DSparkConfig) -> None:
     facts = {"block": reading.block, "markov_rank": reading.markov_rank}
     kind = HeadKind(
         command="dspark", facts=facts, module=DFlash, new=drafters.new_drafter, student=new_student,
-        steps=reading.block, drafts=OneBlock, record=drafters.TRAINING_FILE, save=save,
+        steps=reading.drafted, drafts=OneBlock, record=drafters.TRAINING_FILE, save=save,
     )  # fmt: skip
     train_head(config, target, stored, reading, kind)
 
@@ -74,10 +74,9 @@ def reading_of(config: DSparkConfig, stored: drafters.StoredBlock | None, target
     """The reading of the drafter to train. Raises `UserError` if it cannot be trained with it."""
     if stored is not None:
         reading = stored.reading
-        trainable = reading.sample_from_anchor and {*reading.spans} == {(None, False)}
-        if not (trainable and reading.own_head):
-            raise UserError(f"start={config.start}: only drafters are trained whose rows predict the token after them "
-                            "(sample_from_anchor), see each other and the whole text, and have a head")  # fmt: skip
+        if {*reading.spans} != {(None, False)} or not reading.own_head:
+            raise UserError(f"start={config.start}: only drafters are trained whose rows see each other and the whole "
+                            "text, and that have a head")  # fmt: skip
     else:
         mask = unused_token(target.tokenizer, target.config.vocab_size)
         config.require("target", mask < target.config.vocab_size, "a model with a token that no text has: the mask")
@@ -93,13 +92,14 @@ class DSparkStudent(HeadStudent):
     """A block drafter that learns after a share `anchors` of the positions, drawn anew in every step.
 
     The block after position i, of which the feature is the last of its context, has the text's token i + 1 and masks.
-    Its row t predicts the token i + 2 + t. The Markov head is given the text's token before the predicted one.
+    Its row t predicts the token i + 2 + t; in DFlash row t + 1 does. The Markov head is given the text's token
+    before the predicted one.
     """
 
     head: DFlash
 
     def __init__(self, stack: LayerStack, head: DFlash, config: DSparkConfig) -> None:
-        super().__init__(stack, head, config, head.reading.block, [config.anchors] * head.reading.block)
+        super().__init__(stack, head, config, head.reading.drafted, [config.anchors] * head.reading.drafted)
         self.anchors, self.recomputes = config.anchors, False
         if head.lm_head is not None:
             head.lm_head.requires_grad_(config.train_head)
@@ -157,7 +157,9 @@ class DSparkStudent(HeadStudent):
         if self.recomputes and torch.is_grad_enabled():
             run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
         hidden = run(blocks)
-        return predictions_of(hidden.unflatten(1, (-1, rows))[:, :, :slots], last, flat_mask[last])
+        first = rows - head.reading.drafted
+        hidden = hidden.unflatten(1, (-1, rows))[:, :, first : first + slots]
+        return predictions_of(hidden, last, flat_mask[last])
 
 
 def predictions_of(hidden: Tensor, last: Tensor, has_loss: Tensor) -> Predictions:

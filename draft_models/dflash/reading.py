@@ -55,14 +55,15 @@ def new_reading(
     draft_vocabulary: int | None,
     intermediate: int | None,
 ) -> BlockReading:
-    """The reading of a DSpark drafter to be trained for `target`, a config (see `sizes_for`), as vLLM and llama.cpp
-    load it: with norms of queries and keys. Raises `UserError` for impossible values."""
+    """The reading of a drafter of `block` tokens to be trained for `target`, a config (see `sizes_for`), as vLLM and
+    llama.cpp load it: DSpark, or DFlash if `markov_rank` is 0. Raises `UserError` for impossible values."""
+    is_dspark = markov_rank > 0
     return BlockReading(
         **sizes_for(target, taps, layers, draft_vocabulary, intermediate),
         head_norms=True,
-        block=block,
+        block=block if is_dspark else block + 1,
         mask_token=mask_token,
-        sample_from_anchor=True,
+        sample_from_anchor=is_dspark,
         causal=False,
         markov_rank=markov_rank,
     )

@@ -45,6 +45,7 @@ from outrider.inference.loading.memory_plan import Memory, Plan, Storage, planne
 from outrider.inference.loading.target_setup import end_tokens
 from outrider.inference.measure.time_limit import TimeLimit
 
+SAVE_SECONDS = 300  # after which the next batch ends a shard that is not full
 _TOGETHER = 4  # most batches that are answered together: a prompt of the next batch begins when an answer ends
 
 
@@ -205,7 +206,7 @@ class Answering:
         self.limit = replace(self.limit, started=self.limit.clock())
         self.shard = Shard(skipped=list(self.todo.skipped))
         self.answered = self.unanswered = self.tokens = 0  # prompts, prompts, tokens of answers
-        self.seconds_answered = 0.0  # until the last answer
+        self.seconds_answered = self.seconds_saved = 0.0  # until the last answer, and the last shard
         self._has_warned = False
 
     def run(self) -> float:
@@ -219,7 +220,7 @@ class Answering:
                 self._answer(batch)
                 stage.advance(len(batch))
                 self._print_progress(batch, is_first=begun == 1)
-                if len(self.shard) >= self.config.shard_size:
+                if len(self.shard) >= self.config.shard_size or self._seconds() - self.seconds_saved > SAVE_SECONDS:
                     self._save()
                 if not self.limit.holds(self.limit.spent(), self._seconds() / begun):  # seconds of a batch so far
                     self._print_end(is_first=begun == 1)
@@ -256,7 +257,7 @@ class Answering:
         self.shard.save(self.folder, next(self.shard_numbers))
         if self.is_main:
             write_json(self.folder / SECONDS_FILE, {"seconds": self.limit.spent()})
-        self.shard = Shard()
+        self.shard, self.seconds_saved = Shard(), self._seconds()
 
     def _seconds(self) -> float:
         """Seconds of this run alone."""

@@ -1,6 +1,7 @@
 """Blocks learnt after many positions at once are those that a loop drafts one after the other: values and draws."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.block_drafters import (
     LAYERS,
     VOCABULARY,
     WIDTH,
+    Facts,
     drafter_weights,
     reference,
     slot_logits,
@@ -28,7 +30,11 @@ from tests.block_drafters import (
 from tests.faults import plant
 from tests.tiny import open_stack, save_target
 
-FACTS = DIALECTS["speculators, dspark"]
+DSPARK, DFLASH = DIALECTS["speculators, dspark"], DIALECTS["speculators"]
+DFLASH = replace(
+    DFLASH, embeds=False, sees=DSPARK.sees,
+    config={**DFLASH.config, "transformer_layer_config": DSPARK.config["transformer_layer_config"]},
+)  # fmt: skip
 DOCUMENTS = torch.tensor([[0] * 7 + [1] * 5, [0] * 9 + [1] * 1 + [-1] * 2])
 OPTIONS = {"objective": "forward_kl", "position_weights": "decay", "step_decay": 0.8, "train_head": True}
 
@@ -39,11 +45,11 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., DSparkStuden
     path = save_target(
         folder / "target", vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=LAYERS, bos_token_id=0
     )
-    where = write_drafter(folder / "drafter", FACTS, drafter_weights(FACTS))
     _, stack = open_stack(path)
 
-    def student(anchors: float = 1.0, **options: Any) -> DSparkStudent:
-        config: Any = SimpleNamespace(**OPTIONS, anchors=anchors, fit=FitConfig(steps=1, seed=4), **options)
+    def student(anchors: float = 1.0, facts: Facts = DSPARK) -> DSparkStudent:
+        where = write_drafter(folder / f"rank {facts.rank}", facts, drafter_weights(facts))
+        config: Any = SimpleNamespace(**OPTIONS, anchors=anchors, fit=FitConfig(steps=1, seed=4))
         return DSparkStudent(stack, open_drafter(where, stack.config).load(torch.float32), config)
 
     return student
@@ -61,7 +67,7 @@ def batch() -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def errors(student: DSparkStudent, batch: dict[str, Tensor]) -> list[float]:
+def errors(student: DSparkStudent, batch: dict[str, Tensor], facts: Facts = DSPARK) -> list[float]:
     """Of the logits of every prediction, against the reference, which runs one block after another."""
     ids, documents = batch["input_ids"], batch["documents"]
     aux = student.target_states(ids, batch["positions"], documents)[:, :, :-1]  # [B, T, k, H]
@@ -70,7 +76,7 @@ def errors(student: DSparkStudent, batch: dict[str, Tensor]) -> list[float]:
     assert len(predictions.labels) == int(mask.sum()) > 30
     assert predictions.labels.tolist() == sorted(predictions.labels.tolist())
     states, matrix = student.product(predictions, ids)
-    weights, embedding = drafter_weights(FACTS), student.stack.embed_tokens.weight.double()
+    weights, embedding = drafter_weights(facts), student.stack.embed_tokens.weight.double()
     found = []
     for logits, label, slot in zip(
         states @ matrix.T, predictions.labels.tolist(), predictions.steps.tolist(), strict=True
@@ -78,15 +84,20 @@ def errors(student: DSparkStudent, batch: dict[str, Tensor]) -> list[float]:
         row, column = divmod(label, ids.shape[1])
         last = column - 1 - slot  # of the block's context
         first = int((documents[row] == documents[row, last]).nonzero()[0])
-        hidden = reference(FACTS, weights, embedding, aux[row, first : last + 1].double(), int(ids[row, last + 1]))
+        hidden = reference(facts, weights, embedding, aux[row, first : last + 1].double(), int(ids[row, last + 1]))
         token = int(ids[row, column])
-        expected = slot_logits(FACTS, weights, embedding, hidden, slot, token)
+        expected = slot_logits(facts, weights, embedding, hidden, slot, token)
         found.append(float((logits - expected).abs().max()))
     return found
 
 
-def test_blocks_of_a_text_are_those_of_a_loop(make: Callable[..., DSparkStudent], batch: dict[str, Tensor]) -> None:
-    assert max(errors(make(), batch)) < 1e-4
+@pytest.mark.parametrize("facts", [DSPARK, DFLASH], ids=["dspark", "dflash"])
+def test_blocks_of_a_text_are_those_of_a_loop(
+    make: Callable[..., DSparkStudent], batch: dict[str, Tensor], facts: Facts
+) -> None:
+    student = make(facts=facts)
+    assert student.steps == facts.block - (facts is DFLASH)
+    assert max(errors(student, batch, facts)) < 1e-4
 
 
 FAULTS: dict[str, tuple[Any, str, str, str]] = {

@@ -324,15 +324,15 @@ class Eagle3Config(HeadTraining, DrafterTraining, Rehearsed, RunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DSparkConfig(HeadTraining, DrafterTraining, Rehearsed, RunConfig):
-    """DSpark: train a block drafter on hidden states of `target`, which runs along. It drafts a block in one pass."""
+    """DSpark or DFlash: train a block drafter on hidden states of `target`, which runs along. A pass drafts a block."""
 
     start: Head | None = opt(None, debug=TinyModel(DFLASH))
-    """a DSpark drafter to continue training, a directory or Hub name; null: a new one with random weights, except that
+    """a drafter to continue training, a directory or Hub name; null: a new one with random weights, except that
     its logits' matrix begins as the target's"""
     layers: Annotated[Count, _NEW] = opt(1, "decoder layers of the drafter")
     block: Annotated[int, Ge(2), Le(32), _NEW] = opt(5, "tokens that it learns to draft in one pass", debug=4)
     markov_rank: Annotated[NotNegative, _NEW] = opt(64, debug=8)
-    """of the matrix by which a drafted token changes the next token's logits; 0: none, as in DFlash"""
+    """of the matrix by which a drafted token changes the next token's logits; 0: none, a DFlash drafter"""
     anchors: Annotated[float, Gt(0), Le(1)] = opt(0.25, "share of the positions after which a block is learnt, drawn")
     out_dir: str = free("runs/dspark", "where everything goes")
 

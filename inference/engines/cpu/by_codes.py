@@ -30,17 +30,18 @@ from numba.extending import intrinsic, overload
 
 from outrider.draft_models.formats.gguf_codes import CODE_KINDS
 from outrider.draft_models.targets.coded import ROUNDED
-from outrider.inference.engines.cpu.code_vectors import (
+from outrider.inference.engines.cpu.elementwise import NOTES, SCALE, SCALED_SUM, add_byte_products, round_row
+from outrider.inference.engines.cpu.numbers import array_of, kernel, wide
+from outrider.inference.engines.cpu.panel_block import (
+    LINE,
     WORDS,
+    PanelBlock,
     four_codes,
     in_all_words,
     load_vector,
     scale_and_minimum,
     two_codes,
 )
-from outrider.inference.engines.cpu.numbers import array_of, kernel, wide
-from outrider.inference.engines.cpu.panel_block import LINE, PanelBlock
-from outrider.inference.engines.cpu.row_bytes import NOTES, SCALE, SCALED_SUM, add_byte_products, round_row
 from outrider.inference.engines.cpu.vectors import (
     BYTE,
     FLOAT,
@@ -72,7 +73,7 @@ class _Tile(NamedTuple):
     """The operands of some rows times some panels: LLVM values, but for `block`, `by_bytes` and `outputs`."""
 
     block: PanelBlock
-    by_bytes: bool  # whether x is integers of 8 bits, see `row_bytes`
+    by_bytes: bool  # whether x is integers of 8 bits, see `round_row`
     blocks: object  # their number in a row
     panels: list  # addresses
     columns: list  # the first output of each panel
@@ -86,8 +87,8 @@ class _Tile(NamedTuple):
 
 def _sum_of_group(builder, tile, sums, group):
     """Σ x over a group of a row, in all lanes. sums: the address of the row's sums over `SUMMED` inputs, or notes."""
-    each, apart, begin = (ROUNDED, NOTES, SCALED_SUM) if tile.by_bytes else (SUMMED, 1, 0)
-    count = tile.block.code_kind.group_size // each
+    inputs, apart, begin = (ROUNDED, NOTES, SCALED_SUM) if tile.by_bytes else (SUMMED, 1, 0)
+    count = tile.block.code_kind.group_size // inputs
     first_sum = builder.add(builder.mul(group, LONG(count * apart)), LONG(begin))
     indices = [builder.add(first_sum, LONG(apart * index)) for index in range(count)]
     parts = [builder.load(address_at(builder, sums, index, FLOAT), align=4) for index in indices]
@@ -179,8 +180,8 @@ def _add_eights(builder, tile, starts, eights, dots):
         for step in range(steps):
             by_panel = [unpack(builder, code_kind, *codes, step) for codes in zip(words, line_uppers, strict=True)]
             by_input = [by_panel] if tile.by_bytes else [*zip(*by_panel, strict=True)]
-            for place, of_panels in enumerate(by_input):
-                at = builder.add(x_begin, LONG(step * len(by_input) + place))
+            for index, of_panels in enumerate(by_input):
+                at = builder.add(x_begin, LONG(step * len(by_input) + index))
                 inputs = [builder.load(address_at(builder, source, at, type_of_x), align=4) for source in tile.sources]
                 terms = [(codes, splat(builder, x)) for x in inputs for codes in of_panels]
                 add = add_byte_products if tile.by_bytes else add_product

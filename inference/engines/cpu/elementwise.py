@@ -6,15 +6,20 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from outrider.draft_models.targets.coded import LARGEST_BYTE, LEAST, ROUNDED
 from outrider.inference.engines.cpu.vectors import (
+    BYTE,
+    FEATURES,
     FLOAT,
     FLOATS,
     INT,
+    INTS,
     LANES,
     LONG,
     PARTS,
     ZEROS,
     add_product,
+    address_at,
     arrays_of,
     exponential,
     load_floats,
@@ -23,9 +28,18 @@ from outrider.inference.engines.cpu.vectors import (
     row_of,
     splat,
     splat_float,
+    splat_int,
     store_floats,
     sums_of_lanes,
 )
+
+# Rows rounded to integers of 8 bits, as `coded.round_to_bytes` defines them: bytes of every eight inputs are in the
+# order 0, 4, 1, 5, 2, 6, 3, 7, in which a line of codes has them (see `PanelBlock`). Every `ROUNDED` inputs have
+# `NOTES` numbers: the sum of the first 16 integers and that of the others, int32; the scale, scale · sum, float32.
+HAS_BYTES = bool(FEATURES.get("avx512vnni"))  # an instruction for the sum of four products of bytes
+NOTES = 4
+SUM, SECOND_SUM, SCALE, SCALED_SUM = range(NOTES)
+_ORDER = [8 * eight + index for eight in range(ROUNDED // 8) for index in (0, 4, 1, 5, 2, 6, 3, 7)]
 
 
 def put_read(builder, values, array, array_type, row, at, in_bf16):
@@ -191,3 +205,60 @@ def put_columns(context, values, line, begin, out, row, column, count, in_bf16):
 
     index = types.int64
     return types.void(values, index, index, out, index, index, index, types.boolean), make
+
+
+def add_byte_products(builder, totals, codes, x):
+    """Integers [LANES] plus, in each lane, the sum of four products of a code 0 … 255 and an integer of 8 bits."""
+    dots = _function(builder, "x86.avx512.vpdpbusd.512", INTS, [INTS, INTS, INTS])
+    return builder.call(dots, [totals, codes, x])
+
+
+def _function(builder, name, result, arguments):
+    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), f"llvm.{name}")
+
+
+def _nearest_bytes(builder, vectors):
+    """(integers [LANES] of each vector, scale) of `ROUNDED` floats. The scale is NaN unless all are finite."""
+    # As integers, sizes are in the order of floats; infinity and NaN are the largest.
+    sizes = [builder.and_(builder.bitcast(vector, INTS), splat_int(0x7FFFFFFF)) for vector in vectors]
+    larger = builder.select(builder.icmp_unsigned(">", *sizes), *sizes)
+    most_bits = builder.call(_function(builder, "vector.reduce.umax.v16i32", INT, [INTS]), [larger])
+    most = builder.bitcast(most_bits, FLOAT)
+    is_zero = builder.fcmp_ordered("<", most, FLOAT(LEAST))
+    factor = builder.select(is_zero, FLOAT(0.0), builder.fdiv(FLOAT(LARGEST_BYTE), most))
+    nearest = _function(builder, "rint.v16f32", FLOATS, [FLOATS])
+    scaled = [builder.call(nearest, [builder.fmul(vector, splat(builder, factor))]) for vector in vectors]
+    is_finite = builder.icmp_unsigned("<", most_bits, INT(0x7F800000))
+    scale = builder.select(is_finite, builder.fdiv(most, FLOAT(LARGEST_BYTE)), FLOAT(float("nan")))
+    return [builder.fptosi(vector, INTS) for vector in scaled], scale
+
+
+@intrinsic
+def round_row(context, x, row, inputs, to, notes):
+    """Write a row of x, bfloat16, as bytes to the address `to`, and its notes to the address `notes`."""
+
+    def make(context, builder, signature, arguments):
+        (of_x,) = arrays_of(context, builder, (x,), arguments[:1])
+        line = row_of(builder, of_x, arguments[1])
+        first_note = builder.inttoptr(arguments[4], INT.as_pointer())
+        add_all = _function(builder, "vector.reduce.add.v16i32", INT, [INTS])
+        order = ir.Constant(ir.VectorType(INT, ROUNDED), _ORDER)
+
+        def round_some(number, nothing):
+            begin = builder.mul(number, LONG(ROUNDED))
+            begins = [builder.add(begin, LONG(offset)) for offset in range(0, ROUNDED, LANES)]
+            integers, scale = _nearest_bytes(builder, [load_floats(builder, line, at, x.dtype) for at in begins])
+            in_order = builder.shuffle_vector(*(builder.trunc(v, ir.VectorType(BYTE, LANES)) for v in integers), order)
+            to = builder.inttoptr(builder.add(arguments[3], begin), in_order.type.as_pointer())
+            builder.store(in_order, to, align=1)
+            sums = [builder.call(add_all, [vector]) for vector in integers]
+            scaled_sum = builder.fmul(scale, builder.sitofp(builder.add(*sums), FLOAT))
+            for index, value in enumerate((*sums, scale, scaled_sum)):
+                at = builder.add(builder.mul(number, LONG(NOTES)), LONG(index))
+                builder.store(value, address_at(builder, first_note, at, value.type), align=4)
+            return nothing
+
+        loop(builder, builder.sdiv(arguments[2], LONG(ROUNDED)), [], round_some)
+        return context.get_dummy_value()
+
+    return types.void(x, types.int64, types.int64, types.int64, types.int64), make

@@ -27,9 +27,9 @@ from outrider.inference.engines.cpu import entries
 from outrider.inference.engines.cpu.by_amx import STEP, has_amx
 from outrider.inference.engines.cpu.by_vectors import DOTS, TILE
 from outrider.inference.engines.cpu.code_panels import code_table
+from outrider.inference.engines.cpu.elementwise import HAS_BYTES
 from outrider.inference.engines.cpu.entries import NumberType
 from outrider.inference.engines.cpu.recorded import settle
-from outrider.inference.engines.cpu.row_bytes import HAS_BYTES
 from outrider.inference.engines.cpu.vectors import PANEL
 
 TORCH = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"  # the library with PyTorch's own loops
@@ -151,7 +151,7 @@ class WeightLayout(NamedTuple):
     def panels(self, linear: Linear) -> Tensor:
         """A layer's weights in this layout; of codes the table of their panels."""
         if isinstance(linear, CodedLinear):
-            x = torch.int8 if self.read == torch.bfloat16 else self.read  # see `row_bytes`
+            x = torch.int8 if self.read == torch.bfloat16 else self.read  # see `round_row`
             return code_table(linear.parts, lambda kind: _address(entries.codes_entry, kind, x, self.dtype))
         weight = linear.codes if isinstance(linear, Int8Linear) else linear.weight.detach().to(self.weight_dtype)
         return in_panels(weight, self.together)

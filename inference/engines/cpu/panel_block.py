@@ -1,13 +1,20 @@
-"""Where a panel of quantised weights has its scales and its codes: `code_panels` writes them, `by_codes` reads them."""
+# mypy: allow-untyped-defs
+"""Where a panel of quantised weights has its scales and its codes, and LLVM vectors of them for each output.
+
+`code_panels` writes them, `by_codes` reads them.
+"""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from outrider.inference.engines.cpu.vectors import PANEL
+from llvmlite import ir
+
+from outrider.inference.engines.cpu.vectors import BYTE, FLOATS, INT, INTS, LANES, LONG, PANEL, splat_int
 
 if TYPE_CHECKING:
     from outrider.draft_models.formats.gguf_codes import CodeKind
 
+WORDS = ir.VectorType(ir.IntType(16), 2 * LANES)  # a line
 LINE = 64  # bytes of a line: an integer of 16 bits for each of two inputs of 16 outputs
 
 
@@ -45,3 +52,71 @@ class PanelBlock:
     def size(self) -> int:
         """Bytes of the block."""
         return self.header + self.code_kind.block_groups * self.group_bytes
+
+
+def load_vector(builder, address, offset, vector_type):
+    """A vector, `offset` bytes after an address."""
+    start = builder.gep(builder.bitcast(address, BYTE.as_pointer()), [offset])
+    return builder.load(builder.bitcast(start, vector_type.as_pointer()), align=1)
+
+
+def _splat_word(number):
+    return ir.Constant(WORDS, [number] * 2 * LANES)
+
+
+def in_all_words(builder, number):
+    first = builder.insert_element(ir.Constant(WORDS, ir.Undefined), number, INT(0))
+    return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(INT, 2 * LANES), [0] * 2 * LANES))
+
+
+def _shift_right(builder, words, by):
+    """Integers shifted right by a number of bits; left by a negative number."""
+    if by == 0:
+        return words
+    shift = builder.lshr if by > 0 else builder.shl
+    return shift(words, ir.Constant(words.type, [abs(by)] * words.type.count))
+
+
+def two_codes(builder, code_kind, lines, upper, pair):
+    """The codes of the `pair`-th two of eight inputs, two vectors of floats. upper: their upper bits, if any."""
+    if code_kind.bits == 8:
+        words = _shift_right(builder, lines[pair % 2], 8 * (pair // 2))
+    else:
+        words = _shift_right(builder, lines[0], 4 * pair)
+    if upper is not None:
+        upper = _shift_right(builder, upper, (code_kind.bits - 4) * pair - 4)
+        upper_mask = _splat_word(2**code_kind.bits - 16)
+        words = builder.or_(builder.and_(words, _splat_word(15)), builder.and_(upper, upper_mask))
+    words = builder.bitcast(words, INTS)
+    halves = words, _shift_right(builder, words, 16)
+    return [builder.sitofp(builder.and_(half, splat_int(2**code_kind.bits - 1)), FLOATS) for half in halves]
+
+
+def four_codes(builder, code_kind, lines, upper, half):
+    """The codes of inputs 0, 4, 1, 5 or, if half is 1, of 2, 6, 3, 7 of eight, a vector of bytes; as `two_codes`."""
+    if code_kind.bits == 8:
+        return builder.bitcast(lines[half], INTS)
+    codes = builder.and_(_shift_right(builder, lines[0], 4 * half), _splat_word(0x0F0F))
+    if upper is not None:
+        bits = code_kind.bits - 4
+        for to, begin in ((4, bits * half), (12, bits * (2 + half))):
+            moved = _shift_right(builder, upper, begin - to)
+            codes = builder.or_(codes, builder.and_(moved, _splat_word((2**bits - 1) << to)))
+    return builder.bitcast(codes, INTS)
+
+
+def scale_and_minimum(builder, code_kind, block, group):
+    """(scale, minimum or None) of a group of a panel's block, for each output."""
+    factors, begin = [], 2 * PANEL * (1 + code_kind.has_minimum)
+    for index in range(1 + code_kind.has_minimum):
+        half = load_vector(builder, block, LONG(2 * PANEL * index), ir.VectorType(ir.HalfType(), LANES))
+        factor = builder.fpext(half, FLOATS)
+        if code_kind.block_groups > 1:
+            offset = builder.add(LONG(begin + index * code_kind.block_groups * PANEL), builder.mul(group, LONG(PANEL)))
+            numbers = load_vector(builder, block, offset, ir.VectorType(BYTE, LANES))
+            widened = builder.zext(numbers, INTS) if code_kind.has_minimum else builder.sext(numbers, INTS)
+            factor = builder.fmul(factor, builder.sitofp(widened, FLOATS))
+        factors.append(factor)
+    if code_kind.has_zero_point:
+        factors[1] = builder.fmul(*factors)
+    return factors[0], factors[1] if code_kind.has_minimum else None

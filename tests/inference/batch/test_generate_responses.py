@@ -203,6 +203,15 @@ def test_when_the_time_is_over_what_is_there_is_kept_and_more_time_goes_on(make,
     assert responses(config) == responses(whole)
 
 
+@pytest.mark.usefixtures("thirty_seconds_a_batch")
+def test_a_slow_target_loses_minutes_at_most(make, monkeypatch):
+    monkeypatch.setattr(responses_module, "_TOGETHER", 1)
+    monkeypatch.setattr(responses_module, "SAVE_SECONDS", 50)
+    generate_responses(make(batch_size=2, shard_size=100))
+    files = sorted(Path(make().out_dir).glob("responses-*.jsonl"))
+    assert [len(file.read_text().splitlines()) for file in files] == [4, 4, 2]
+
+
 def test_a_plan_is_an_upper_bound_and_makes_nothing(make, capsys):
     """Of what a run then answers; without a word about the memory of a server. A resumed run has fewer prompts."""
 

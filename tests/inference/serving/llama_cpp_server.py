@@ -1,6 +1,6 @@
 """llama.cpp's server until stdin ends: llama_cpp_server.py TARGET MODE DRAFTER K, by a Python that has xllamacpp.
 
-It prints its URL. MODE: SIMPLE, EAGLE3 or DSPARK; K: tokens of a draft. The cache is in float32.
+It prints its URL. MODE: SIMPLE, EAGLE3, DSPARK or DFLASH; K: tokens of a draft. The cache is in float32.
 """
 
 import os

@@ -24,9 +24,13 @@ from tests.tiers import typical_where
 
 ROOT = Path(__file__).parents[3]
 DRAFTERS = ROOT / "drafters" / "smollm2"
-TEXTS = [f"def {name}(numbers):\n" for name in ("mean", "median", "largest", "swap", "sort", "total", "unique", "join")]
+NAMES = (
+    "mean", "median", "largest", "swap", "sort", "total", "unique", "join", "reverse", "count", "product", "smallest",
+    "squares", "even", "primes", "digits", "merge", "split", "shuffle", "range_of",
+)  # fmt: skip
+TEXTS = [f"def {name}(numbers):\n" for name in NAMES]
 CHAIN, LLAMA_CPP = StopConfig(max_draft=3), ROOT / ".engines/llama_cpp/bin/python"
-MODES = {"eagle3": "EAGLE3", "dflash": "DSPARK"}
+MODES = {"eagle3": "EAGLE3", "dspark": "DSPARK", "dflash": "DFLASH"}
 METHODS = {
     "early_exit": MethodConfig(stop=CHAIN),
     "small_lm": MethodConfig("small_lm", stop=CHAIN),
@@ -48,7 +52,7 @@ def test_an_engine_drafts_as_we_do(engine: Engine, tmp_path: Path) -> None:
     fetch_target(FetchConfig(out_dir=str(tmp_path / "target")))
     config = EngineConfig(
         target=str(tmp_path / "target"), checkpoint=str(DRAFTERS / "eesd"), small_lm=str(DRAFTERS / "small_lm"),
-        table=str(DRAFTERS / "trigrams"), template="none", prompt_text=TEXTS, max_new_tokens=64, device="cpu",
+        table=str(DRAFTERS / "trigrams"), template="none", prompt_text=TEXTS[:8], max_new_tokens=64, device="cpu",
         methods={name: one for name, one in METHODS.items() if refusal_of(engine, one) is None},
         engine=engine, engine_python=None if engine == "transformers" else str(place), out_dir=str(tmp_path / "out"),
         concurrency=(1, 4) if engine == "vllm" else (1,),
@@ -63,24 +67,52 @@ def test_an_engine_drafts_as_we_do(engine: Engine, tmp_path: Path) -> None:
                 assert row["rounds"] >= 150
 
 
+def train_head(source: str, target: str, out_dir: Path) -> str:
+    """Train an EAGLE-3 head, a DSpark or a DFlash drafter for a minute or two."""
+    given: dict[str, Any] = {
+        "target": target, "data": DataConfig(source="python_stdlib"), "draft_vocabulary": 2048, "seq_len": 128,
+        "fit": FitConfig(steps=40, batch_rows=8, optimizer="muon", lr=2e-3), "decode_prompts": 1,
+        "decode_tokens": 2, "eval_rows": 4, "out_dir": str(out_dir),
+    }  # fmt: skip
+    if source == "eagle3":
+        train_eagle3(Eagle3Config(version="3", draft_steps=3, **given))
+    else:
+        train_dspark(DSparkConfig(block=3, markov_rank=64 if source == "dspark" else 0, **given))
+    return str(out_dir)
+
+
+def require_acceptance_as_here(out_dir: Path) -> None:
+    (row,) = json.loads((out_dir / "report.json").read_text())["served"]
+    assert row["rounds"] >= 150
+    for one in row["acceptance"]:
+        assert one["served"] == pytest.approx(one["here"], abs=0.01)
+    assert row["acceptance"][0]["served"] > 0.05
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(not (ROOT / ".engines/vllm").exists(), reason="make engines installs it")
+@pytest.mark.parametrize("source", ["eagle3", "dflash"])
+def test_vllm_drafts_by_a_head_as_we_do(source: str, tmp_path: Path) -> None:
+    target = str(tmp_path / "target")
+    fetch_target(FetchConfig(out_dir=target))
+    measure_engine(EngineConfig(
+        target=target, template="none", prompt_text=TEXTS, max_new_tokens=64, device="cpu", dtype="float32",
+        methods={source: MethodConfig(source, stop=CHAIN)}, engine="vllm", engine_python=str(ROOT / ".engines/vllm"),
+        compare_transformers=False, out_dir=str(tmp_path / "out"),
+        **{source: train_head(source, target, tmp_path / "head")},
+    ))  # fmt: skip
+    require_acceptance_as_here(tmp_path / "out")
+
+
 @pytest.mark.engine
 @pytest.mark.skipif(not LLAMA_CPP.exists(), reason="make engines installs it")
-@pytest.mark.parametrize("source", ["early_exit", "small_lm", "eagle3", "dflash"])
+@pytest.mark.parametrize("source", ["early_exit", "small_lm", *MODES])
 def test_llama_cpp_drafts_as_we_do(source: str, tmp_path: Path) -> None:
-    """By the totals in its chunks; an EAGLE-3 head or a DSpark drafter that has learnt for a minute or two."""
+    """By the totals in its chunks."""
     target, drafter = str(tmp_path / "target"), str(DRAFTERS / {"early_exit": "eesd"}.get(source, source))
     fetch_target(FetchConfig(out_dir=target))
-    if source in ("eagle3", "dflash"):
-        drafter = str(tmp_path / "head")
-        given: dict[str, Any] = {
-            "target": target, "data": DataConfig(source="python_stdlib"), "draft_vocabulary": 2048, "seq_len": 128,
-            "fit": FitConfig(steps=40, batch_rows=8, optimizer="muon", lr=2e-3), "decode_prompts": 1,
-            "decode_tokens": 2, "eval_rows": 4, "out_dir": drafter,
-        }  # fmt: skip
-        if source == "eagle3":
-            train_eagle3(Eagle3Config(version="3", draft_steps=3, **given))
-        else:
-            train_dspark(DSparkConfig(block=3, **given))
+    if source in MODES:
+        drafter = train_head(source, target, tmp_path / "head")
     files = [tmp_path / "target.gguf", tmp_path / "drafter.gguf"]
     for file, model, of in zip(files, (target, drafter), (None, target), strict=True):
         export_drafter(
@@ -88,16 +120,13 @@ def test_llama_cpp_drafts_as_we_do(source: str, tmp_path: Path) -> None:
         )
     script, mode = Path(__file__).with_name("llama_cpp_server.py"), MODES.get(source, "SIMPLE")
     command = [LLAMA_CPP, script, files[0] / "model.gguf", mode, files[1] / "model.gguf", "3"]
+    kind = "dflash" if source == "dspark" else source
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         url = server.stdout.readline().strip()  # type: ignore[union-attr]
         measure_engine(EngineConfig(
             target=target, template="none", prompt_text=TEXTS, max_new_tokens=64, device="cpu", dtype="float32",
-            methods={source: MethodConfig(source, stop=CHAIN)}, engine=url, compare_transformers=False,
-            out_dir=str(tmp_path / "out"), **{"checkpoint" if source == "early_exit" else source: drafter},
+            methods={kind: MethodConfig(kind, stop=CHAIN)}, engine=url, compare_transformers=False,
+            out_dir=str(tmp_path / "out"), **{"checkpoint" if kind == "early_exit" else kind: drafter},
         ))  # fmt: skip
         server.communicate()  # ends it
-    (row,) = json.loads((tmp_path / "out/report.json").read_text())["served"]
-    assert row["rounds"] >= 150
-    for one in row["acceptance"]:
-        assert one["served"] == pytest.approx(one["here"], abs=0.01)
-    assert row["acceptance"][0]["served"] > 0.05
+    require_acceptance_as_here(tmp_path / "out")
