@@ -1,15 +1,15 @@
-"""Prompts about the installed packages' own source: code to write, code to edit, questions, documents to work on.
+"""Prompts about the installed packages' own source: code to write, edits, questions, documents to work on.
 
-    python benchmarks/package_prompts.py train.jsonl --fresh fresh.jsonl
+    python benchmarks/package_prompts.py FOLDER
 
-Every function and document is one prompt at most, and those of --fresh are not in train.jsonl. Kinds take turns, so
-that the first N records hold an equal share of each. The packages that constraints.txt pins, and the interpreter,
-decide the prompts; only packages under permissive licences are read.
+FOLDER gets train.jsonl, whose first N records hold an equal share of each kind; code, edits, questions and
+documents.jsonl with fresh prompts to measure with; and texts.jsonl, the source itself, without files that have a fresh
+prompt's function or document. Every function and document is one prompt at most. The interpreter and the packages that
+constraints.txt pins decide all; only packages under permissive licences are read. It takes three minutes.
 """
 
 import argparse
 import ast
-import json
 import random
 import re
 import textwrap
@@ -18,10 +18,10 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
-from outrider.base.files import write_atomically
+from outrider.base.files import as_json_lines, write_atomically
 
 PERMISSIVE = re.compile(r"\b(MIT|BSD|Apache|PSF|Python Software Foundation|ISC|Unlicense|0BSD)\b", re.IGNORECASE)
-FRESH = 15  # prompts of a kind to measure with
+MEASURED, LEARNT, LONGEST = 15, 1200, 700  # prompts of a kind to measure with and to learn from; characters of one
 EDITS = (
     "Add type hints to this function. Answer with the whole function.",
     "Write a docstring for this function. Answer with the whole function.",
@@ -66,7 +66,7 @@ def package_files() -> list[Path]:
     for package in metadata.distributions():
         about = package.metadata
         licences = [about.get("License-Expression", ""), *(about.get_all("Classifier") or []), about.get("License", "")]
-        if PERMISSIVE.search(" ".join(text[:200] for text in licences if text)):
+        if package.name != "outrider" and PERMISSIVE.search(" ".join(text[:200] for text in licences if text)):
             files += [Path(str(package.locate_file(file))) for file in package.files or () if file.suffix == ".py"]
     return sorted(path for path in files if "test" not in str(path).lower() and path.is_file())
 
@@ -88,27 +88,28 @@ def functions(files: Sequence[Path], rng: random.Random) -> Iterator[tuple[str, 
             yield path.stem if path.stem != "__init__" else path.parent.name, textwrap.dedent("\n".join(lines)), node
 
 
-def code_prompts(files: Sequence[Path], rng: random.Random) -> Iterator[tuple[str, str]]:
-    """(kind, prompt) of functions: code asks for one by its first sentence, edit shows one, a question is about it."""
+def code_prompts(files: Sequence[Path], rng: random.Random) -> Iterator[tuple[str, str, str]]:
+    """(kind, prompt, the function's first line): it asks for the function, asks about it, or shows it for an edit."""
     seen: set[str] = set()
     for module, source, node in functions(files, rng):
         summary = re.split(r"(?<=\.)\s", " ".join((ast.get_docstring(node) or "").split()))[0]
-        name = node.name
+        name, first_line = node.name, source.partition("\n")[0]
         if name.startswith("__") or name in seen or len(source) > 1200:
             continue
         seen.add(name)
         documented = 30 < len(summary) < 250
         if documented and rng.random() < 0.5:
-            yield "question", rng.choice(QUESTIONS).format(name=name, module=module, summary=summary)
+            yield "questions", rng.choice(QUESTIONS).format(name=name, module=module, summary=summary), first_line
         elif documented and rng.random() < 0.7:
             signature = f"{name}({', '.join(argument.arg for argument in node.args.args if argument.arg != 'self')})"
-            yield "code", rng.choice(WRITES).format(signature=signature, summary=summary, name=name.strip("_"))
+            prompt = rng.choice(WRITES).format(signature=signature, summary=summary, name=name.strip("_"))
+            yield "code", prompt, first_line
         else:
-            yield "edit", f"{rng.choice(EDITS)}\n\n```python\n{source}\n```"
+            yield "edits", f"{rng.choice(EDITS)}\n\n```python\n{source}\n```", first_line
 
 
-def document_prompts(files: Sequence[Path], rng: random.Random) -> Iterator[tuple[str, str]]:
-    """(kind, prompt) of modules' and classes' docstrings of 400 to 1,600 characters."""
+def document_prompts(files: Sequence[Path], rng: random.Random) -> Iterator[tuple[str, str, str]]:
+    """As `code_prompts`, of modules' and classes' docstrings of 400 to 1,600 characters."""
     seen: set[str] = set()
     for _, _, nodes in parsed(files):
         documented = (node for node in nodes if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef))
@@ -116,31 +117,30 @@ def document_prompts(files: Sequence[Path], rng: random.Random) -> Iterator[tupl
         for text in rng.sample(texts, min(2, len(texts))):
             if text[:60] not in seen:
                 seen.add(text[:60])
-                yield "document", f"{rng.choice(DOCUMENTS)}\n\n{text}"
+                yield "documents", f"{rng.choice(DOCUMENTS)}\n\n{text}", text.partition("\n")[0]
 
 
 def main() -> None:
-    """Write the prompts, kinds in turn."""
+    """Write the prompts and the texts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--fresh", type=Path, required=True, help="the file for the prompts to measure with")
-    parser.add_argument("--per-kind", type=int, default=1200, help=f"prompts of a kind; {FRESH} in --fresh")
-    parser.add_argument("--characters", type=int, default=700, help="longer prompts are left out")
+    parser.add_argument("folder", type=Path)
     args = parser.parse_args()
     rng, files = random.Random(64), package_files()
-    rng.shuffle(files)
-    by_kind: dict[str, list[str]] = {}
-    for kind, prompt in (*code_prompts(files, rng), *document_prompts(files, rng)):
-        if len(prompt) < args.characters:
-            by_kind.setdefault(kind, []).append(prompt)
-    for prompts in by_kind.values():
+    by_kind: dict[str, list[tuple[str, str]]] = {}
+    for kind, prompt, first_line in (*code_prompts(files, rng), *document_prompts(files, rng)):
+        if len(prompt) < LONGEST:
+            by_kind.setdefault(kind, []).append((prompt, first_line))
+    turns, fresh_lines = [], []
+    for kind, prompts in by_kind.items():
         rng.shuffle(prompts)
-    for path, part in (args.fresh, slice(FRESH)), (args.out, slice(FRESH, FRESH + args.per_kind)):
-        turns = sorted((number, kind, text) for kind, prompts in by_kind.items()
-                       for number, text in enumerate(prompts[part]))  # fmt: skip
-        records = [{"id": f"{kind}-{number}", "category": kind, "turns": [text]} for number, kind, text in turns]
-        write_atomically(path, "".join(json.dumps(record) + "\n" for record in records).encode())
-        print(f"prompts={len(records)} file={path}")
+        records = [{"id": f"{kind}-{n}", "category": kind, "turns": [prompt]} for n, (prompt, _) in enumerate(prompts)]
+        write_atomically(args.folder / f"{kind}.jsonl", as_json_lines(records[:MEASURED]))
+        turns += [*enumerate(records[MEASURED : MEASURED + LEARNT])]
+        fresh_lines += [first_line for _, first_line in prompts[:MEASURED]]
+    turns.sort(key=lambda turn: turn[0])
+    write_atomically(args.folder / "train.jsonl", as_json_lines(record for _, record in turns))
+    texts = [{"text": source} for _, source, _ in parsed(files) if not any(line in source for line in fresh_lines)]
+    write_atomically(args.folder / "texts.jsonl", as_json_lines(texts))
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def train_dspark(config: DSparkConfig) -> None:
     def new_student(stack: LayerStack, head: DFlash) -> DSparkStudent:
         return DSparkStudent(stack, head, config)
 
-    facts = {"block": reading.block, "markov_rank": reading.markov_rank}
+    facts = {"block": reading.drafted, "markov_rank": reading.markov_rank}
     kind = HeadKind(
         command="dspark", facts=facts, module=DFlash, new=drafters.new_drafter, student=new_student,
         steps=reading.drafted, drafts=OneBlock, record=drafters.TRAINING_FILE, save=save,

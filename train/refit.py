@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from outrider.base.errors import UserError
-from outrider.base.files import digest_of, require_writable, write_atomically, write_json
+from outrider.base.files import as_json_lines, digest_of, require_writable, write_atomically, write_json
 from outrider.base.progress import track_progress
 from outrider.base.run_dirs import check_identity, only_run
 from outrider.base.settings import construct, read_as
@@ -198,7 +198,7 @@ def freeze_traffic(config: RefitConfig, folder: Path, version: Version) -> None:
         raise UserError(f"logs={','.join(config.logs)}: {len(conversations)} answers: expected {expected}")
     for name, part in ((OLDER, older), (NEWEST, newest)):
         require_writable((folder / name).parent)
-        write_atomically(folder / name, "".join(json.dumps(c.raw) + "\n" for c in part).encode())
+        write_atomically(folder / name, as_json_lines(conversation.raw for conversation in part))
     counts = f"answers_to_learn={len(older)} answers_to_compare={len(newest)}"
     print(f"refit version={folder.name} start={version.start} {counts}", flush=True)
 

@@ -7,13 +7,12 @@ A line of the file has a prompt, the answer, and how the answer's tokens were ch
 The answers of a server are written to such a file batch by batch, so that a killed run can resume.
 """
 
-import json
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from outrider.base.errors import UserError, require
-from outrider.base.files import read_mapping, write_atomically, write_json
+from outrider.base.files import as_json_lines, read_mapping, write_atomically, write_json
 from outrider.base.progress import track_progress
 from outrider.base.run_dirs import check_identity
 from outrider.base.settings import construct
@@ -108,7 +107,7 @@ def request_answers(
             if reply.tokens:
                 answer = replace(like, prompt_ids=[*ids], output_ids=[*reply.tokens], retokenised=reply.retokenised)
                 answers.append(with_ids(answer, target))  # so that what is written can be read
-        write_atomically(file, "".join(json.dumps(asdict(answer)) + "\n" for answer in answers).encode())
+        write_atomically(file, as_json_lines(asdict(answer) for answer in answers))
     require(bool(answers), "server", config.server, "one that answers a prompt; resume=true asks again")
     answered = {tuple(answer.prompt_ids) for answer in answers}
     return {"prompts": len(prompts), "unanswered": len(prompts.keys() - answered)}

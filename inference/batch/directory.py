@@ -13,10 +13,9 @@ A shard is complete when its JSONL exists: that file is written last. Each promp
 also contain a `responses-*.jsonl` from elsewhere (a serving engine). Its prompts count as answered.
 """
 
-import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ from safetensors.torch import save
 from transformers import PreTrainedTokenizerBase
 
 from outrider.base.errors import UserError
-from outrider.base.files import read_mapping, write_atomically, write_json
+from outrider.base.files import as_json_lines, read_mapping, write_atomically, write_json
 from outrider.base.run_dirs import check_identity, require_free
 from outrider.base.settings import read_as
 from outrider.data_prep.text.data_files import RESPONSES, RUN_FILE, read_file
@@ -71,9 +70,9 @@ class Shard:
         if top_k:
             write_atomically(_shard_file(folder, "responses", number, "safetensors"), save(top_k))
         if self.skipped:
-            write_atomically(_shard_file(folder, "skipped", number, "jsonl"), _as_jsonl(self.skipped))
+            write_atomically(_shard_file(folder, "skipped", number, "jsonl"), as_json_lines(self.skipped))
         records = [response.record for response in self.responses]
-        write_atomically(_shard_file(folder, "responses", number, "jsonl"), _as_jsonl(records))
+        write_atomically(_shard_file(folder, "responses", number, "jsonl"), as_json_lines(records))
 
 
 def read_shard(shard: Path) -> Iterator[Response]:
@@ -183,10 +182,6 @@ def summarise(folder: Path) -> dict[str, object]:
 
 def _shard_file(folder: Path, kind: str, number: int, suffix: str) -> Path:
     return folder / f"{kind}-{number:05d}.{suffix}"
-
-
-def _as_jsonl(records: Sequence[Mapping[str, object]]) -> bytes:
-    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode("utf-8", "replace")
 
 
 def _read_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:

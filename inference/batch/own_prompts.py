@@ -14,7 +14,7 @@ from pathlib import Path
 
 from accelerate import PartialState
 
-from outrider.base.files import require_writable, write_atomically, write_json
+from outrider.base.files import as_json_lines, require_writable, write_atomically, write_json
 from outrider.base.processes import from_main, join_processes, only_run_of
 from outrider.base.run_dirs import is_finished
 from outrider.data_prep.settings import PromptsConfig
@@ -99,7 +99,7 @@ def _extract_prompts(config: PromptsConfig, target: OpenTarget, folder: Path) ->
 def _save_split(split: Mapping[Split, list[Prompt]], folder: Path, identity: Mapping[str, object]) -> None:
     facts: dict[str, object] = {}
     for half, prompts in split.items():
-        content = "".join(json.dumps(as_record(prompt), ensure_ascii=False) + "\n" for prompt in prompts).encode()
+        content = as_json_lines(as_record(prompt) for prompt in prompts)
         write_atomically(folder / f"{half}.jsonl", content)
         categories, digest = Counter(prompt.category for prompt in prompts), hashlib.sha256(content).hexdigest()
         facts[half] = {"prompts": len(prompts), "categories": categories, "sha256": digest}

@@ -38,7 +38,7 @@ class GenerateConfig(TargetOrTokenizer, Rehearsed, RunConfig):
     smallest_batch: Count | None = free(None)
     """prompts with which a batch goes on, the others left for later, where minutes= would not hold it; null: all"""
     shard_size: Count = free(512, debug=8)
-    """most prompts of one file; a file also ends after five minutes, and a killed process repeats its last file"""
+    """most prompts of one file, which ends within five minutes; what is in no file is repeated after a kill"""
     dtype: RunDtype = "auto"
     """auto: float32 on CPU, else the target's own; fast: also bfloat16 on a CPU that has instructions for it"""
     minutes: Positive | None = free(None, debug=None)

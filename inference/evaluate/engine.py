@@ -7,7 +7,6 @@ write                 each method's `EnginePart` joins its report
 """
 
 import gc
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from outrider.base.files import write_atomically
+from outrider.base.files import as_json_lines, write_atomically
 from outrider.base.streams import Streams
 from outrider.data_prep.text.prompts import Prompt
 from outrider.inference.audit.answers import ServedAnswer
@@ -168,8 +167,7 @@ def _audit(
 ) -> ServedJudgement:
     """Write the answers to `file`, from which they can be audited again, and judge them."""
     keys = ("prompt_ids", "output_ids", "retokenised", *SamplingConfig.__dataclass_fields__)
-    lines = (json.dumps({key: getattr(answer, key) for key in keys}) + "\n" for answer in answers)
-    write_atomically(file, "".join(lines).encode())
+    write_atomically(file, as_json_lines({key: getattr(answer, key) for key in keys} for answer in answers))
     by_line = dict(enumerate(answers, 1))
     finding = judge_arm(score_answers(model, by_line, Streams(config.seed), simulate=False), by_line, LEVEL)
     return ServedJudgement(len(answers), f"{FOLDER}/{file.name}", finding.verdict, finding.faults)

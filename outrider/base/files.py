@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -39,6 +39,11 @@ def write_atomically(path: Path, content: bytes, remedy: str = REMEDY) -> None:
         raise UserError(f"{path}: cannot be written ({error.strerror}); {remedy}") from None
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def as_json_lines(records: Iterable[Mapping[str, object]]) -> bytes:
+    """A record a line, in UTF-8; halves of surrogate pairs, which UTF-8 has not, become question marks."""
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode("utf-8", "replace")
 
 
 def write_json(path: Path, value: object) -> None:

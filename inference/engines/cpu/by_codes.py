@@ -65,8 +65,9 @@ from outrider.inference.engines.cpu.vectors import (
 SUMMED = 16  # inputs whose x are summed beforehand: the smallest group
 _TILES = {1: 4, 2: 4, 4: 2, 6: 1, 8: 1}  # rows of a tile → its panels: sums and unpacked codes fit the registers
 _MOST_ROWS = max(_TILES)
-_MOST_TOGETHER, _STACK = 64, 2**20  # rows whose sums, or bytes, a thread's stack holds at a time, and their bytes there
-_BYTES = np.zeros(1, np.int8)  # says a type
+_MOST_TOGETHER = 64  # rows whose sums, or bytes, a thread's stack holds at a time
+_STACK = 2**20  # bytes of the stack for them
+_INT8S = np.zeros(1, np.int8)  # an array of this type is made for bytes
 
 
 class _Tile(NamedTuple):
@@ -350,7 +351,7 @@ def _multiply_rows_of(linear, x, first_row, rows, begin, end, out):
         notes_at = _workspace(rows * notes_in_row) - 4 * first_row * notes_in_row
         for row in range(first_row, first_row + rows):
             round_row(x, row, inputs, codes_at + row * inputs, notes_at + 4 * row * notes_in_row)
-        codes = array_of(codes_at, (first_row + rows, inputs), _BYTES)
+        codes = array_of(codes_at, (first_row + rows, inputs), _INT8S)
         notes = array_of(notes_at, (first_row + rows, notes_in_row), linear.scales)
         _multiply_panels(linear, codes, notes, first_row, rows, begin, end, out)
 

@@ -38,7 +38,7 @@ from outrider.inference.engines.cpu.vectors import (
 # `NOTES` numbers: the sum of the first 16 integers and that of the others, int32; the scale, scale · sum, float32.
 HAS_BYTES = bool(FEATURES.get("avx512vnni"))  # an instruction for the sum of four products of bytes
 NOTES = 4
-SUM, SECOND_SUM, SCALE, SCALED_SUM = range(NOTES)
+SCALE, SCALED_SUM = 2, 3  # after both sums
 _ORDER = [8 * eight + index for eight in range(ROUNDED // 8) for index in (0, 4, 1, 5, 2, 6, 3, 7)]
 
 

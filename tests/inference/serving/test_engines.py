@@ -67,7 +67,7 @@ def test_an_engine_drafts_as_we_do(engine: Engine, tmp_path: Path) -> None:
                 assert row["rounds"] >= 150
 
 
-def train_head(source: str, target: str, out_dir: Path) -> str:
+def train_briefly(source: str, target: str, out_dir: Path) -> str:
     """Train an EAGLE-3 head, a DSpark or a DFlash drafter for a minute or two."""
     given: dict[str, Any] = {
         "target": target, "data": DataConfig(source="python_stdlib"), "draft_vocabulary": 2048, "seq_len": 128,
@@ -99,7 +99,7 @@ def test_vllm_drafts_by_a_head_as_we_do(source: str, tmp_path: Path) -> None:
         target=target, template="none", prompt_text=TEXTS, max_new_tokens=64, device="cpu", dtype="float32",
         methods={source: MethodConfig(source, stop=CHAIN)}, engine="vllm", engine_python=str(ROOT / ".engines/vllm"),
         compare_transformers=False, out_dir=str(tmp_path / "out"),
-        **{source: train_head(source, target, tmp_path / "head")},
+        **{source: train_briefly(source, target, tmp_path / "head")},
     ))  # fmt: skip
     require_acceptance_as_here(tmp_path / "out")
 
@@ -112,7 +112,7 @@ def test_llama_cpp_drafts_as_we_do(source: str, tmp_path: Path) -> None:
     target, drafter = str(tmp_path / "target"), str(DRAFTERS / {"early_exit": "eesd"}.get(source, source))
     fetch_target(FetchConfig(out_dir=target))
     if source in MODES:
-        drafter = train_head(source, target, tmp_path / "head")
+        drafter = train_briefly(source, target, tmp_path / "head")
     files = [tmp_path / "target.gguf", tmp_path / "drafter.gguf"]
     for file, model, of in zip(files, (target, drafter), (None, target), strict=True):
         export_drafter(
