@@ -10,6 +10,7 @@ from outrider.base.errors import require
 from outrider.base.settings import DEFAULT, Count, Positive, RunConfig, Seed, always, free, only, opt
 from outrider.data_prep.text.settings import DataConfig, Order, PromptFile, PromptTemplate
 from outrider.draft_models.targets.settings import (
+    ONE_OR_MORE,
     TARGET,
     Dtype,
     FloatDtype,
@@ -115,7 +116,7 @@ class TrigramConfig(Rehearsed, RunConfig):
     max_successors: Count | None = opt(None, "only this many successors of a context, the most frequent; null: all")
     suffixes: bool = False
     """keep the corpus too, as a suffix array, for contexts of up to 12 tokens; sorted in memory"""
-    merge: tuple[TableFolder, ...] = opt((), debug=())
+    merge: Annotated[tuple[TableFolder, ...], ONE_OR_MORE] = opt((), debug=())
     """finished tables whose counts are added to the corpus's own, before min_count and max_successors apply"""
     max_mb: Annotated[float, Gt(0)] | None = None
     """largest size of the n-grams' arrays, without suffixes: the rarest n-grams are left out; null: no limit"""

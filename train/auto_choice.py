@@ -22,13 +22,14 @@ from outrider.draft_models.targets.vocabulary import KWARGS
 from outrider.inference.measure.statistics import MIN_PROMPTS
 from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, KINDS, NGRAMS, PROMPT_LOOKUP, SMALL_LM
 from outrider.train.settings.auto import TRAINABLE, AutoConfig
-from outrider.train.settings.pipeline import MINUTES, STEPS, PipelineConfig
+from outrider.train.settings.pipeline import CORPUS_LM, CORPUS_TABLE, MINUTES, STEPS, PipelineConfig
 from outrider.train.steps import ConfigFor
 
 Device = Literal["cpu", "cuda"]
 # Tokens of a target's answers from which a drafter learns enough to pay: none of three drafters did from 281,548
 # (benchmarks/results/drafters_smollm2_cpu.json), and two did from 360,000 (1.19 and 1.12 times, answers_smollm2.json).
-ENOUGH_TOKENS = 300_000
+# A small LM that had read source code for ten minutes did from 60,000 (user_size.md).
+ENOUGH_TOKENS, ENOUGH_AFTER_CORPUS = 300_000, 60_000
 # Kinds of drafters, those that gain most for their minutes first. On a CPU an EAGLE-3 head learns from 196 tokens a
 # second, an early exit from 1,090 and a small LM from 2,490 (drafters_smollm2_cpu.json). On a GPU the head guesses best
 # in equal time (drafters_trainings_cuda.json).
@@ -52,6 +53,14 @@ FIRST_MINUTES = (0.05, 0.5, 3.0)  # share of all minutes for the first answers, 
 _WRITING = 0.12  # share of all minutes in which the target writes prompts
 TOP_K = 16  # log-probabilities of a token in the answers: those of experiment=auto
 _FEWEST_PROMPTS = 40  # that it writes together
+TOKENISED = 1.2e6  # bytes of a corpus that a core makes tokens of in a second
+# The small LM with a corpus, and a target of more than `_PARAMETERS`: larger, as it learns from more text, and costs
+# little beside such a target (benchmarks/results/user_size.md).
+_WIDER = {
+    "drafter.layers": 3, "drafter.hidden": 384, "drafter.heads": 6, "drafter.kv_heads": 2, "drafter.intermediate": 1024,
+    "draft_vocabulary": 12288,
+}  # fmt: skip
+_AFTER_CORPUS: Mapping[str, object] = {"drafter": "pretrained", "fit.lr": 0.002, "fit.epochs": 40}
 _ON_GPU = {"fit.batch_rows": 32, "fit.micro_batch_rows": 16, "fit.epochs": 20}  # of the trainings of short rows
 
 
@@ -62,7 +71,7 @@ class FirstAnswers:
     rows: prompts that are answered together. tokens_per_second: of answers, together. answer_tokens: the mean of an
     answer. prompts: all prompts, of which `answered` have an answer. context: of the target, in tokens. loading:
     minutes in which a step starts and loads the target. spent: minutes so far. top_k: log-probabilities of a token
-    that the answers have.
+    that the answers have. parameters: of the target; 0: unknown. corpus: minutes that take its bytes to tokens, once.
     """
 
     device: Device
@@ -75,6 +84,8 @@ class FirstAnswers:
     spent: float = 0.0
     answered: int = 0
     top_k: int = TOP_K
+    parameters: float = 0.0
+    corpus: float = 0.0
 
     @property
     def longest_text(self) -> int:
@@ -88,7 +99,8 @@ class FirstAnswers:
 
     def unlimited_minutes(self, kinds: Sequence[str]) -> float:
         """The minutes that are spent, and those of all that has no limit if drafters of these kinds are trained."""
-        return self.spent + _QUICK_STEPS + self.loading * (2 + len(kinds))
+        readings = 2 if SMALL_LM.name in kinds else 1  # by the table, and by the small LM
+        return self.spent + _QUICK_STEPS + self.loading * (2 + len(kinds)) + self.corpus * readings
 
     def report_minutes(self, kinds: Sequence[str], tokens: float) -> float:
         """An estimate of the minutes of a report on the fewest prompts for a verdict, with `tokens` tokens each.
@@ -155,22 +167,22 @@ def choose_trainings(
 
 def _find_shortages(config: AutoConfig, answers: FirstAnswers, candidates: Sequence[str]) -> dict[str, str]:
     """By kind of drafter, which prompts or minutes are missing for its training, if any are."""
-    prompt_tokens = answers.prompts * answers.answer_tokens
-    if prompt_tokens < ENOUGH_TOKENS:
-        remedy = f"give more {'minutes' if config.prompts is None else 'prompts'}"
-        shortage = f"all prompts make {prompt_tokens:,.0f} tokens of answers"
-        return dict.fromkeys(candidates, f"{shortage}; it learns enough from {ENOUGH_TOKENS:,}: {remedy}")
+    prompt_tokens, shortages = answers.prompts * answers.answer_tokens, dict[str, str]()
     answer_share, training_share, _ = _WITH_TRAINING
-    unlimited = answers.unlimited_minutes(candidates[:1])  # which the first drafter needs as well
-    shared, least = config.minutes - unlimited, LEAST_MINUTES[answers.device]
-    enough_minutes = ENOUGH_TOKENS / answers.tokens_per_minute / answer_share
-    most_trainings = int(training_share * shared / least) if shared >= enough_minutes else 0
-    return {
-        kind: f"it pays from about {max(enough_minutes, number * least / training_share) + unlimited:.0f} minutes, "
-        "with which it learns enough"
-        for number, kind in enumerate(candidates, 1)
-        if number > most_trainings
-    }
+    for kind in candidates:
+        enough_tokens = ENOUGH_AFTER_CORPUS if config.corpus and kind == SMALL_LM.name else ENOUGH_TOKENS
+        if prompt_tokens < enough_tokens:
+            remedy = f"give more {'minutes' if config.prompts is None else 'prompts'}"
+            shortage = f"all prompts make {prompt_tokens:,.0f} tokens of answers"
+            shortages[kind] = f"{shortage}; it learns enough from {enough_tokens:,}: {remedy}"
+            continue
+        trainings = 1 + candidates.index(kind) - len(shortages)
+        training = trainings * LEAST_MINUTES[answers.device] / training_share
+        answering = enough_tokens / answers.tokens_per_minute / answer_share
+        minutes = max(answering, training) + answers.unlimited_minutes([kind])
+        if minutes > config.minutes:
+            shortages[kind] = f"it pays from about {minutes:.0f} minutes, with which it learns enough"
+    return shortages
 
 
 def _share_minutes(
@@ -193,6 +205,8 @@ def _share_minutes(
     measuring = "replay" if config.server else "report"  # a replay has no limit
     minutes = {"responses": answering + first_answers, measuring: (1 - training_share) * shared - answering}
     minutes |= {TRAINABLE[kind].step: training_share * shared / len(kinds) for kind in kinds}
+    if config.corpus and SMALL_LM.name in kinds:
+        minutes |= dict.fromkeys((CORPUS_LM, SMALL_LM.name), minutes[SMALL_LM.name] / 2)
     return Choice(kinds, not_tried, minutes, finished)
 
 
@@ -212,6 +226,8 @@ def configure_pipeline(
         steps[name] |= {f"data.{key}": value for key, value in template.items()}
     for name in trainings:
         steps[name] |= _size_training(name, answers)
+    if config.corpus:
+        _read_corpus_first(config.corpus, steps, answers)
     steps["prompts"] = {"file": config.prompts} if config.prompts else steps["prompts"] | template
     if config.prompts is None:
         limit, rows = float(f"{_WRITING * config.minutes:.3g}"), max(_FEWEST_PROMPTS, answers.rows)
@@ -236,12 +252,28 @@ def configure_pipeline(
     return replace(pipeline, expected_minutes=expected, resume=resume)
 
 
+def _read_corpus_first(paths: Sequence[str], steps: dict[str, dict[str, object]], answers: FirstAnswers) -> None:
+    """Add steps that read the corpus: a table and a small LM, with which those of the answers go on."""
+    corpus = {"data": "local", "data.path": [*paths]}
+    steps[CORPUS_TABLE] = steps["trigrams"] | corpus
+    if SMALL_LM.name not in steps:
+        return
+    options = steps[SMALL_LM.name]
+    of_shape = [name for name in options if name.partition(".")[0] in ("drafter", "draft_vocabulary")]
+    shape = {name: options.pop(name) for name in of_shape}
+    wider = {} if 0 < answers.parameters < _PARAMETERS else _WIDER
+    steps[CORPUS_LM] = options | shape | wider | corpus | {"objective": "cross_entropy"}
+    for name in ("teacher", "data.heldout_fraction"):  # of the answers
+        steps[CORPUS_LM].pop(name, None)
+    options |= _AFTER_CORPUS
+
+
 def _let_server_answer(config: AutoConfig, steps: dict[str, dict[str, object]], answers: FirstAnswers) -> None:
     """Change the steps so that the server answers greedily, and nothing of the target but its tokenizer is read."""
     server = {"server": config.server, "server_model": config.server_model, "concurrency": answers.rows}
     steps["responses"] |= {**server, "temperature": 0, "top_k_logits": answers.top_k}
     steps["responses"].pop("dtype", None)
-    steps["heldout"] = steps["responses"] | {"data.heldout_fraction": 0, "top_k_logits": 0}
+    steps["heldout"] = steps["responses"] | {"top_k_logits": 0}
     for name in {*steps} - {"prompts"}:
         steps[name]["tokenizer"] = config.tokenizer
     if SMALL_LM.name in steps and not answers.top_k:
@@ -278,16 +310,17 @@ def describe_choice(choice: Choice, answers: FirstAnswers) -> str:
     return "\n".join(lines)
 
 
-def describe_outlook(config: AutoConfig, device: Device, unfit: Mapping[str, str]) -> str:
-    """The part of the plan that is known before anything has run, as text."""
-    kinds = [kind for kind in ORDER[device] if kind not in unfit] if config.train == "auto" else config.train
+def describe_outlook(config: AutoConfig, answers: FirstAnswers, unfit: Mapping[str, str]) -> str:
+    """The part of the plan that is known before anything has run, as text. answers: the facts so far."""
+    kinds = [kind for kind in ORDER[answers.device] if kind not in unfit] if config.train == "auto" else config.train
     first = first_minutes(config)
-    shared = max(0.0, config.minutes - first - _QUICK_STEPS)
-    lines = [f"  minutes, estimated before anything ran: {first:.1f} to look at the target, {_QUICK_STEPS} without it"]
+    without = answers.unlimited_minutes(kinds)
+    shared = max(0.0, config.minutes - first - without)
+    lines = [f"  minutes, estimated before anything ran: {first:.1f} to look at the target, {without:.1f} without it"]
     cases = [("without a training", _WITHOUT), (f"if {', '.join(kinds)} can learn enough", _WITH_TRAINING)]
     for case, shares in cases if kinds else cases[:1]:
-        answers, training, report = (f"{share * shared:.1f}" for share in shares)
-        lines.append(f"  {case}: {answers} for answers, {training} for trainings, {report} for a report")
+        answering, training, report = (f"{share * shared:.1f}" for share in shares)
+        lines.append(f"  {case}: {answering} for answers, {training} for trainings, {report} for a report")
     return "\n".join([*lines, *(f"  not tried: {kind}: {reason}" for kind, reason in unfit.items())])
 
 

@@ -5,6 +5,7 @@ step of a pipeline with all drafters. The record of a run's first answers and ch
 from it.
 """
 
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -21,6 +22,7 @@ from outrider.base.words import quote_word
 from outrider.data_prep.settings import FetchConfig, PromptsConfig
 from outrider.data_prep.targets import fetch_target
 from outrider.data_prep.text.chat import around_question, render_prompt
+from outrider.data_prep.text.data_files import resolve_paths
 from outrider.data_prep.text.prompts import read_prompts, split_prompts
 from outrider.draft_models.card import CARD_FILE
 from outrider.draft_models.early_exit.checkpoint import META_FILE
@@ -86,6 +88,8 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
     device: Device = "cuda" if pick_device("auto").type == "cuda" else "cpu"
     available = free_bytes(torch.device(device))
     answers = _size_batches(target, device, available) if target.is_seen else _try_server(config, target, device)
+    corpus_bytes = sum(path.stat().st_size for path in resolve_paths(config.corpus))
+    answers = replace(answers, corpus=corpus_bytes / auto_choice.TOKENISED / (os.cpu_count() or 1) / 60)
     _check_prompts(config, target, answers)
     unfit = _find_unfit(config)
     kinds = auto_choice.ORDER[device] if config.train == "auto" else config.train
@@ -98,7 +102,7 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
         f"auto target={config.server or config.target} device={device} minutes={config.minutes:g} {memory}", flush=True
     )
     if config.plan:
-        print(auto_choice.describe_outlook(config, device, unfit), flush=True)
+        print(auto_choice.describe_outlook(config, answers, unfit), flush=True)
         return
     warn_if_busy()
     if not config.debug:
@@ -118,7 +122,7 @@ def _size_batches(target: OpenTarget, device: Device, available: float) -> First
     storage = Storage(pick_dtype("fast", target.config, torch.device(device)).itemsize, _TEXT_TOKENS)
     weights, text = weight_bytes(target.config, storage), cache_bytes(target.config, storage)
     rows = auto_choice.choose_rows(device, weights / storage.itemsize, text, available - weights)
-    return FirstAnswers(device, rows, context=context_limit(target.config))
+    return FirstAnswers(device, rows, context=context_limit(target.config), parameters=weights / storage.itemsize)
 
 
 def _try_server(config: AutoConfig, target: OpenTarget, device: Device) -> FirstAnswers:

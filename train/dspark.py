@@ -100,19 +100,11 @@ class DSparkStudent(HeadStudent):
 
     def __init__(self, stack: LayerStack, head: DFlash, config: DSparkConfig) -> None:
         super().__init__(stack, head, config, head.reading.drafted, [config.anchors] * head.reading.drafted)
-        self.anchors, self.recomputes = config.anchors, False
+        self.anchors = config.anchors
         if head.lm_head is not None:
             head.lm_head.requires_grad_(config.train_head)
         if head.confidence_head is not None:  # no loss reaches it, and processes wait for the gradients of what learns
             head.confidence_head.requires_grad_(False)
-
-    def gradient_checkpointing_enable(self) -> None:
-        """Recompute the layers on blocks in the backward pass."""
-        self.recomputes = True
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return self.head.reading.taps
 
     def draw(self, loss_mask: Tensor, input_ids: Tensor) -> Tensor:
         if self.anchors == 1:

@@ -135,17 +135,9 @@ class Eagle3Student(HeadStudent):
     def __init__(self, stack: LayerStack, head: Eagle3, config: Eagle3Config) -> None:
         steps = config.draft_steps
         super().__init__(stack, head, config, steps, [config.keep**step for step in range(steps)])
-        self.keep, self.recomputes = config.keep, False
+        self.keep = config.keep
         if head.reading.own_head:
             head.lm_head.requires_grad_(config.train_head)
-
-    def gradient_checkpointing_enable(self) -> None:
-        """Store the output of each step and recompute its activations in the backward pass."""
-        self.recomputes = True
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return self.head.reading.taps
 
     def draw(self, loss_mask: Tensor, input_ids: Tensor) -> Tensor:
         if self.keep == 1:

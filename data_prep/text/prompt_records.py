@@ -156,3 +156,8 @@ def prompt_as_record(prompt: Prompt, identity: str) -> Record:
         questions: list[Message] = [{"role": "user", "content": turn} for turn in prompt.turns]
         return {"id": identity, "messages": [*prompt.messages(()), *questions]}
     return {"id": identity, "text": prompt.turns[0], "asked": True}
+
+
+def asks_answer(record: Record) -> bool:
+    """Whether the record is a conversation, or a text to be continued from its end."""
+    return "messages" in record or "asked" in record

@@ -11,7 +11,7 @@ from typing import Literal
 from outrider.base.errors import UserError, reason
 from outrider.data_prep.text.data_files import file_digest, read_file, resolve_paths, text_rows
 from outrider.data_prep.text.messages import SkipRecordError
-from outrider.data_prep.text.prompt_records import is_prompt_record, prompt_as_record, to_prompt
+from outrider.data_prep.text.prompt_records import asks_answer, is_prompt_record, prompt_as_record, to_prompt
 from outrider.data_prep.text.records import Counts, FileLayout, Record, find_layout, split_key, text_record, to_record
 from outrider.data_prep.text.settings import DataConfig
 
@@ -36,7 +36,8 @@ def read_records(
     machine, whatever else is read. `counts` receives records, and what cannot be used. The sources of a
     mix are read one after another.
 
-    asking: the records will be answered, so prompts without an answer (see `to_prompt`) are allowed too. With
+    asking: the records will be answered, so prompts without an answer (see `to_prompt`) are allowed too. All prompts
+    and conversations are then in the split train, since a training holds out answers by the same first turn. With
     layout=auto the first record of a file decides. But a file of answers that a target wrote may have texts and
     conversations. Raises `UserError` that names file and record.
     """
@@ -63,7 +64,8 @@ def read_records(
                         print(f"data layout={layout.name} column={layout.column} detected in {identity}", flush=True)
                 record = _to_record(raw, layout, config, identity, number, counts)
                 key = identity if config.source == "python_stdlib" else split_key(record)
-                if is_heldout(key, config.heldout_fraction) == (split == "heldout"):
+                share = 0.0 if asking and asks_answer(record) else config.heldout_fraction
+                if is_heldout(key, share) == (split == "heldout"):
                     counts["records"] += 1
                     yield record
             except SkipRecordError as skipped:

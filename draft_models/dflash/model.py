@@ -105,10 +105,11 @@ class ConfidenceHead(nn.Module):
 class DFlash(DraftHead):
     """The drafter: `features` of aux hidden states, `store_context`, `run` on blocks, `draft_logits`, `bias`."""
 
+    reading: BlockReading
+
     def __init__(self, reading: BlockReading, *, all_tokens: bool):
         """Create it on the meta device, without weights. all_tokens: without a draft vocabulary."""
         super().__init__(reading, all_tokens=all_tokens)
-        self.reading = reading
         joined, width = len(reading.taps) * reading.target_hidden, reading.hidden
         with torch.device("meta"):
             self.fc = nn.Linear(joined, width, bias=False)

@@ -155,10 +155,11 @@ class Eagle3(DraftHead):
     accepted tokens run again, all in one pass.
     """
 
+    reading: Reading
+
     def __init__(self, reading: Reading, *, all_tokens: bool):
         """Create it on the meta device, without weights. all_tokens: without a draft vocabulary."""
         super().__init__(reading, all_tokens=all_tokens)
-        self.reading = reading
         with torch.device("meta"):
             self._add_layers(reading)
             self.norm = LlamaRMSNorm(reading.hidden, reading.epsilon) if reading.final_norm else nn.Identity()

@@ -82,6 +82,7 @@ class DraftHead(nn.Module, ABC):
     `use_embedding` must be called first; the target's is kept in a list, so that it does not become a submodule.
     """
 
+    reading: HeadSizes
     draft_tokens: Tensor | None
     embed_tokens: nn.Embedding | None
     cos: Tensor
@@ -91,7 +92,7 @@ class DraftHead(nn.Module, ABC):
     def __init__(self, sizes: HeadSizes, *, all_tokens: bool):
         """all_tokens: without a draft vocabulary."""
         super().__init__()
-        self.windows = list(sizes.windows)
+        self.reading, self.windows = sizes, list(sizes.windows)
         tokens = None if all_tokens else torch.empty(sizes.draft_vocabulary, dtype=torch.long, device="meta")
         self.register_buffer("draft_tokens", tokens)
         self.vocabulary = sizes.vocabulary

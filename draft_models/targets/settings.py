@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
+from pydantic import BeforeValidator
 
 from outrider.base.errors import UserError
 from outrider.base.files import is_local
@@ -56,6 +57,12 @@ class InputPath(Named):
         return "an empty file" if not start else "" if start.startswith(self.begins) else "another kind of file"
 
 
+def _as_tuple(value: object) -> object:
+    """A text alone, or the list that JSON has in place of a tuple, as a tuple."""
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
+ONE_OR_MORE = BeforeValidator(_as_tuple)  # metadata of a tuple of texts
 MODEL = "a Hugging Face model directory, a GGUF file or a Hub name (OWNER/NAME)"
 MODEL_FILES, GGUF = ("config.json", "adapter_config.json", "*.gguf"), (b"GGUF",)
 Model = Annotated[str, InputPath(MODEL, hub=True, holds=MODEL_FILES, begins=GGUF)]

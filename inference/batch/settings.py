@@ -22,7 +22,7 @@ class GenerateConfig(TargetOrTokenizer, Rehearsed, RunConfig):
     asks: ClassVar[bool] = True  # its records are prompts
     leaves: ClassVar[tuple[str, ...]] = ("responses-*.jsonl",)
     data: DataConfig = free()
-    """its user turns, or the beginnings of its plain texts, are the prompts, without held-out records; it may grow"""
+    """its user turns, or the beginnings of its plain texts that are not held out, are the prompts; it may grow"""
     turns: Literal["all", "first"] = "all"
     """conversations: answer all user turns, each after the target's own answers, or the first"""
     prefix_tokens: Count = opt(64, "plain text: tokens of a text to continue, at most half of the text", debug=24)

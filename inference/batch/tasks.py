@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from outrider.base.errors import UserError
+from outrider.base.errors import UserError, require
 from outrider.base.streams import Streams
 from outrider.base.words import format_seconds
 from outrider.data_prep.text.chat import TEMPLATE, adds_bos, render_prompt
 from outrider.data_prep.text.messages import Message, system_and_questions, uses_tools
+from outrider.data_prep.text.prompt_records import asks_answer
 from outrider.data_prep.text.records import Counts, Record, TokenisedText, append_answer, warn_of_unused
 from outrider.data_prep.text.settings import DataConfig
 from outrider.data_prep.text.sources import read_records
@@ -127,11 +128,16 @@ def prompt_id(messages: Sequence[Message] = (), text: str = "") -> str:
 def read_tasks(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, todo: Todo) -> Iterator[Task]:
     """Each distinct prompt of the training records, in the order of the data; `todo.counts` counts the records.
 
-    Raises `UserError` if conversations and plain texts are mixed, because a shard has one layout.
+    Raises `UserError` if conversations and plain texts are mixed, because a shard has one layout, and for a share of
+    prompts that would be held out.
     """
     seen: set[str] = set()
     for data in [part for _, _, part in config.data.parts()] or [config.data]:
         for record in read_records(data, "train", todo.counts, asking=True):
+            if asks_answer(record):
+                held_out, default = config.data.heldout_fraction, DataConfig.heldout_fraction
+                expected = f"{default:g} or 0: all prompts are answered, and a training holds out a part of the answers"
+                require(held_out in (0, default), "data.heldout_fraction", held_out, expected)
             task = _to_task(record, data, config, tokenizer)
             if task.id in seen:
                 todo.counts["duplicates"] += 1

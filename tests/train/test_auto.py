@@ -29,6 +29,7 @@ from outrider.train.auto_choice import (
     configure_pipeline,
 )
 from outrider.train.auto_run import run_auto
+from outrider.train.pipeline_run import plan_steps
 from outrider.train.settings.auto import TRAINABLE, AutoConfig
 from tests.conf.test_configs import compose_and_build
 from tests.refusals import refusal
@@ -37,6 +38,7 @@ from tests.train.test_pipeline_options import settings_of
 
 LOOK = FirstAnswers("cpu", 40, tokens_per_second=700.0, answer_tokens=140.0, prompts=40_000, loading=0.2, spent=1.0)
 CONFIG = AutoConfig(target="org/model", minutes=60.0)
+WITH_CORPUS = replace(CONFIG, corpus=("texts.jsonl",))
 configure = partial(configure_pipeline, config_for=config_for)
 
 
@@ -89,15 +91,20 @@ def test_a_user_has_the_last_word() -> None:
     refusal("each kind once", AutoConfig, target="org/model", train=("eagle3", "eagle3"))
 
 
-def test_all_minutes_are_given_out() -> None:
-    """To the steps that have a limit, to loading, and to what was spent on the look: the answers go on with theirs."""
-    for look in (LOOK, replace(LOOK, device="cuda", answered=150), replace(LOOK, tokens_per_second=50.0)):
-        choice = choose_trainings(CONFIG, look, {})
+@pytest.mark.parametrize("config", [CONFIG, WITH_CORPUS])
+def test_all_minutes_are_given_out(config: AutoConfig) -> None:
+    """To the steps that have a limit, to loading, to what was spent on the look (the answers go on with theirs), and to
+    a corpus, which the table reads, and the small LM if there is one."""
+    for look in (LOOK, replace(LOOK, device="cuda", answered=150), replace(LOOK, tokens_per_second=50.0, corpus=1.0)):
+        choice = choose_trainings(config, look, {})
         loads = 2 + len(choice.kinds)
         before = look.spent - look.answered * look.answer_tokens / look.tokens_per_minute + loads * look.loading + 1.5
+        before += look.corpus * (1 + ("small_lm" in choice.kinds))
         assert sum(choice.minutes.values()) + before == pytest.approx(CONFIG.minutes)
-        trained = [choice.minutes[step] for step in choice.minutes if step not in ("responses", "report")]
-        assert len(trained) == len(choice.kinds)
+        trained = [choice.minutes[TRAINABLE[kind].step] for kind in choice.kinds]
+        if "corpus_lm" in choice.minutes:
+            assert choice.minutes["corpus_lm"] == choice.minutes["small_lm"]
+            trained[choice.kinds.index("small_lm")] *= 2
         assert all(minutes >= 0.9 * LEAST_MINUTES[look.device] for minutes in trained)
     refusal(
         r"minutes='4': expected 5 or more: loading takes 2\.9", choose_trainings, replace(CONFIG, minutes=4.0), LOOK, {}
@@ -137,6 +144,39 @@ def test_every_step_is_what_its_command_takes(device: str, kinds: tuple[str, ...
     step = settings_of(configure(replace(config, prompts=None), choice, look))["prompts"]
     assert (step.target, step.template, step.minutes) == ("org/model", "vicuna", 7.2)
     assert "minutes" not in pipeline.steps["trigrams"]
+
+
+def test_a_small_lm_that_read_a_corpus_needs_fewer_answers() -> None:
+    """Other kinds, which do not read it, need as many as before."""
+    slow = replace(LOOK, tokens_per_second=50.0, prompts=500)
+    assert choose_trainings(CONFIG, slow, {}).kinds == ()
+    choice = choose_trainings(WITH_CORPUS, slow, {})
+    assert choice.kinds == ("small_lm",)
+    assert "from 300,000" in choice.not_tried["early_exit"]
+    fewer = choose_trainings(WITH_CORPUS, replace(slow, prompts=300), {})
+    assert "from 60,000" in fewer.not_tried["small_lm"]
+
+
+@pytest.mark.parametrize(("parameters", "hidden"), [(0.0, 384), (1.35e8, 256), (1.5e9, 384)])
+def test_the_corpus_is_read_before_the_answers(parameters: float, hidden: int) -> None:
+    """By a table, to which that of the answers is added, and by the small LM, which answers continue: its shape is one
+    for larger targets, and its distribution the text's own."""
+    look = replace(LOOK, prompts=40, parameters=parameters)
+    pipeline = configure(replace(WITH_CORPUS, train=("small_lm",)), Choice(("small_lm",), {}, {}), look)
+    built = settings_of(pipeline)
+    assert built["corpus_table"].data.path == built["corpus_lm"].data.path == ("texts.jsonl",)
+    assert built["trigrams"].merge == ("o/corpus_table",)
+    assert built["trigrams"].orders == built["corpus_table"].orders
+    first, then = built["corpus_lm"], built["small_lm"]
+    assert (first.target, first.tokenizer, first.objective) == (None, "org/model", "cross_entropy")
+    assert (first.drafter.hidden, first.drafter.path) == (hidden, None)
+    assert (then.drafter.path, then.draft_vocabulary) == ("o/corpus_lm", None)
+    assert (then.teacher, then.objective) == ("cached", "forward_kl")
+    assert then.data.heldout_fraction == 0.2 > first.data.heldout_fraction
+    inputs = {step.name: {*step.inputs} for step in plan_steps(pipeline, config_for)}
+    assert inputs["small_lm"] == {"corpus_lm", "responses"}
+    assert inputs["trigrams"] == {"corpus_table", "responses"}
+    assert configure(WITH_CORPUS, NO_CHOICE, look).steps.keys() & {"corpus_lm", "corpus_table"} == {"corpus_table"}
 
 
 def test_measured_texts_are_as_long_as_answers() -> None:

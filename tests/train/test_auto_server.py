@@ -11,6 +11,7 @@ import torch
 
 from outrider.base.settings import construct
 from outrider.commands import config_for
+from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.draft_models.targets.open_target import load_tokenizer, open_target
 from outrider.inference.loading.target_setup import end_tokens
 from outrider.inference.measure.replay_report import MethodReplay
@@ -56,7 +57,7 @@ def test_what_a_server_cannot_have_is_refused() -> None:
 def test_drafters_for_a_target_whose_weights_are_elsewhere(
     tmp_path: Path, chat_target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From prompts to a table, a small LM, exports and a replay."""
+    """From prompts and a corpus to a table, a small LM, exports and a replay."""
     monkeypatch.chdir(tmp_path)
     target = open_target(chat_target)
     model = target.layers(dtype=torch.float32)
@@ -66,10 +67,12 @@ def test_drafters_for_a_target_whose_weights_are_elsewhere(
     for file in Path(chat_target).iterdir():
         if file.suffix in (".json", ".jinja") and "safetensors" not in file.name:
             (elsewhere / file.name).write_bytes(file.read_bytes())
+    texts = [f"What is {i}? It is {i} and no {i + 1}. " * 9 for i in range(60)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     with serving(engine) as url:
         config = AutoConfig(
             server=url, tokenizer=str(elsewhere), prompts=str(own_prompts(tmp_path)), train=("small_lm",), minutes=8.0,
-            concurrency=4, out_dir="out",
+            concurrency=4, corpus=("texts.jsonl",), out_dir="out",
         )  # fmt: skip
         said = printed_by(lambda: run_auto(config, config_for))
     content = json.loads(Path("out/replay/report.json").read_text())
@@ -79,4 +82,6 @@ def test_drafters_for_a_target_whose_weights_are_elsewhere(
     assert recommend_there(rows) in said
     assert "could not be timed" in said  # this server does not stream
     assert Path("out/export/small_lm/README.md").exists()
+    of_corpus, of_all = (TrigramTable.open(f"out/{step}").facts["tokens"] for step in ("corpus_table", "trigrams"))
+    assert of_all > of_corpus > 0
     assert not [*elsewhere.glob("*.safetensors")]

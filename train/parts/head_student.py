@@ -43,7 +43,7 @@ class HeadStudent(Student, ABC):
         super().__init__()
         self.stack, self.head = stack.requires_grad_(False), head.float().requires_grad_(True)
         self.objective, self.steps, self.seed = config.objective, steps, config.fit.seed
-        self.position_weights = config.position_weights
+        self.position_weights, self.recomputes = config.position_weights, False
         decay = config.step_decay if self.position_weights == "decay" else 1.0
         weights = torch.tensor([decay**step for step in range(self.steps)], device=stack.device)  # [steps]
         shares = torch.tensor(step_shares, device=stack.device)  # [steps]
@@ -56,10 +56,9 @@ class HeadStudent(Student, ABC):
         """The head, whose matrix of logits and embedding may be frozen."""
         return self.head
 
-    @property
-    @abstractmethod
-    def taps(self) -> tuple[int, ...]:
-        """The boundaries of the target's layers whose hidden states the head reads."""
+    def gradient_checkpointing_enable(self) -> None:
+        """Recompute the head's layers in the backward pass."""
+        self.recomputes = True
 
     @abstractmethod
     def draw(self, loss_mask: Tensor, input_ids: Tensor) -> Tensor:
@@ -142,7 +141,7 @@ class HeadStudent(Student, ABC):
             stack.reserve(positions.shape[1])
             hidden, rotary = stack.embed(input_ids, positions), stack.rotary(positions)
             masks = stack.packed_masks(documents)
-            hidden, aux = stack.run_with_aux(hidden, 0, len(stack.layers), rotary, masks, self.taps)
+            hidden, aux = stack.run_with_aux(hidden, 0, len(stack.layers), rotary, masks, self.head.reading.taps)
             return torch.stack([*aux, stack.norm(hidden)], 2)
 
     def states_of(self, batch: Batch) -> Tensor:

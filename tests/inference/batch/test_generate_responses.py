@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from outrider.base.errors import UserError
-from outrider.draft_models.targets.open_target import OpenTarget
+from outrider.data_prep.text.settings import DataConfig
+from outrider.data_prep.text.sources import read_records
+from outrider.draft_models.targets.open_target import OpenTarget, load_tokenizer
 from outrider.draft_models.targets.proof import NotByLayersError
 from outrider.inference.batch import directory
 from outrider.inference.batch import generate as responses_module
@@ -24,6 +26,7 @@ from outrider.inference.batch.generate import generate_responses
 from outrider.inference.batch.responder import Responder
 from outrider.inference.core.batch import Batch
 from outrider.inference.measure.time_limit import TimeLimit
+from outrider.train.parts.top_k_rows import load_top_k_rows
 from tests.inference.batch.responding import (
     TALKS,
     read_responses,
@@ -233,7 +236,30 @@ def test_a_plan_is_an_upper_bound_and_makes_nothing(make, capsys):
     assert told["tokens"] <= 240
     assert plan(name="made", resume=True)[0]["prompts"] == 0
     with pytest.raises(UserError, match=r"data source=local: no prompt in it .*\(found nothing\); give more data"):
-        plan(records=[talk("a", "b")], heldout_fraction=0.999)
+        plan(records=[{"text": "a"}], heldout_fraction=0.999)
+    with pytest.raises(UserError, match=r"data\.heldout_fraction=0\.1: expected 0\.05 or 0: all prompts are answered"):
+        plan(records=[talk("a", "b")], heldout_fraction=0.1)
+
+
+def test_a_training_holds_out_a_part_of_the_answers(make, target):
+    """By the options of both commands that nobody gives: no prompt that a training would hold out lacks an answer."""
+    config = make([talk(f"question {i}", "an answer") for i in range(100)], max_new_tokens=2, top_k_logits=4,
+                  heldout_fraction=DataConfig.heldout_fraction)  # fmt: skip
+    generate_responses(config)
+    data = DataConfig(source="local", path=f"{config.out_dir}/responses-*.jsonl", cache_dir=f"{config.out_dir}/cache")
+    sides = {side: {r["messages"][0]["content"] for r in read_records(data, side)} for side in ("train", "heldout")}
+    assert sides["heldout"]
+    assert not sides["heldout"] & sides["train"]
+    assert summary(config)["prompts"] == 100
+    assert len(load_top_k_rows(data, load_tokenizer(str(target)), 64, "heldout"))
+
+
+def test_of_plain_texts_the_held_out_ones_are_not_continued(make):
+    """Their continuations have another hash, so a training would not hold them out."""
+    config = make([{"text": f"{i} def add(first, second): return first"} for i in range(100)], heldout_fraction=0.1)
+    expected = len([*read_records(config.data, "train")])
+    generate_responses(config)
+    assert summary(config)["prompts"] == expected < 100
 
 
 def test_plain_text_is_continued_from_its_beginning(make):
