@@ -18,7 +18,7 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
-from outrider.base.files import as_json_lines, write_atomically
+from outrider.base.files import as_json_lines, require_writable, write_atomically
 
 PERMISSIVE = re.compile(r"\b(MIT|BSD|Apache|PSF|Python Software Foundation|ISC|Unlicense|0BSD)\b", re.IGNORECASE)
 MEASURED, LEARNT, LONGEST = 15, 1200, 700  # prompts of a kind to measure with and to learn from; characters of one
@@ -124,7 +124,7 @@ def main() -> None:
     """Write the prompts and the texts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    args = parser.parse_args()
+    folder = require_writable(parser.parse_args().folder)
     rng, files = random.Random(64), package_files()
     by_kind: dict[str, list[tuple[str, str]]] = {}
     for kind, prompt, first_line in (*code_prompts(files, rng), *document_prompts(files, rng)):
@@ -134,13 +134,13 @@ def main() -> None:
     for kind, prompts in by_kind.items():
         rng.shuffle(prompts)
         records = [{"id": f"{kind}-{n}", "category": kind, "turns": [prompt]} for n, (prompt, _) in enumerate(prompts)]
-        write_atomically(args.folder / f"{kind}.jsonl", as_json_lines(records[:MEASURED]))
+        write_atomically(folder / f"{kind}.jsonl", as_json_lines(records[:MEASURED]))
         turns += [*enumerate(records[MEASURED : MEASURED + LEARNT])]
         fresh_lines += [first_line for _, first_line in prompts[:MEASURED]]
     turns.sort(key=lambda turn: turn[0])
-    write_atomically(args.folder / "train.jsonl", as_json_lines(record for _, record in turns))
+    write_atomically(folder / "train.jsonl", as_json_lines(record for _, record in turns))
     texts = [{"text": source} for _, source, _ in parsed(files) if not any(line in source for line in fresh_lines)]
-    write_atomically(args.folder / "texts.jsonl", as_json_lines(texts))
+    write_atomically(folder / "texts.jsonl", as_json_lines(texts))
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ FIRST_MINUTES = (0.05, 0.5, 3.0)  # share of all minutes for the first answers, 
 _WRITING = 0.12  # share of all minutes in which the target writes prompts
 TOP_K = 16  # log-probabilities of a token in the answers: those of experiment=auto
 _FEWEST_PROMPTS = 40  # that it writes together
-TOKENISED = 1.2e6  # bytes of a corpus that a core makes tokens of in a second
+TOKENISED_BYTES = 1.2e6  # of text in a second by a core
 # The small LM with a corpus, and a target of more than `_PARAMETERS`: larger, as it learns from more text, and costs
 # little beside such a target (benchmarks/results/user_size.md).
 _WIDER = {
@@ -71,7 +71,7 @@ class FirstAnswers:
     rows: prompts that are answered together. tokens_per_second: of answers, together. answer_tokens: the mean of an
     answer. prompts: all prompts, of which `answered` have an answer. context: of the target, in tokens. loading:
     minutes in which a step starts and loads the target. spent: minutes so far. top_k: log-probabilities of a token
-    that the answers have. parameters: of the target; 0: unknown. corpus: minutes that take its bytes to tokens, once.
+    that the answers have. parameters: of the target; 0: unknown. tokenising: minutes for the corpus, once.
     """
 
     device: Device
@@ -85,7 +85,7 @@ class FirstAnswers:
     answered: int = 0
     top_k: int = TOP_K
     parameters: float = 0.0
-    corpus: float = 0.0
+    tokenising: float = 0.0
 
     @property
     def longest_text(self) -> int:
@@ -100,7 +100,7 @@ class FirstAnswers:
     def unlimited_minutes(self, kinds: Sequence[str]) -> float:
         """The minutes that are spent, and those of all that has no limit if drafters of these kinds are trained."""
         readings = 2 if SMALL_LM.name in kinds else 1  # by the table, and by the small LM
-        return self.spent + _QUICK_STEPS + self.loading * (2 + len(kinds)) + self.corpus * readings
+        return self.spent + _QUICK_STEPS + self.loading * (2 + len(kinds)) + self.tokenising * readings
 
     def report_minutes(self, kinds: Sequence[str], tokens: float) -> float:
         """An estimate of the minutes of a report on the fewest prompts for a verdict, with `tokens` tokens each.

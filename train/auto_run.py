@@ -89,7 +89,7 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
     available = free_bytes(torch.device(device))
     answers = _size_batches(target, device, available) if target.is_seen else _try_server(config, target, device)
     corpus_bytes = sum(path.stat().st_size for path in resolve_paths(config.corpus))
-    answers = replace(answers, corpus=corpus_bytes / auto_choice.TOKENISED / (os.cpu_count() or 1) / 60)
+    answers = replace(answers, tokenising=corpus_bytes / auto_choice.TOKENISED_BYTES / (os.cpu_count() or 1) / 60)
     _check_prompts(config, target, answers)
     unfit = _find_unfit(config)
     kinds = auto_choice.ORDER[device] if config.train == "auto" else config.train
