@@ -27,7 +27,7 @@ from outrider.draft_models.formats.convert import fetch_folder, find_original
 from outrider.draft_models.formats.stored_tensors import CONFIG_FILE, SAFETENSORS, open_safetensors
 from outrider.draft_models.mtp.checkpoint import DECLARED_BY, open_mtp
 from outrider.draft_models.mtp.spellings import HeadTensors, find_head, qwen_name
-from outrider.draft_models.targets.fingerprint import config_differences, deciding_config
+from outrider.draft_models.targets.fingerprint import NOT_DECIDING, config_differences, deciding_config
 from outrider.draft_models.targets.open_target import read_config
 from outrider.draft_models.targets.tensor_files import find_file
 
@@ -83,8 +83,11 @@ def _require_head(config: RestoreConfig) -> HeadTensors:
     if head is None:
         raise UserError(f"base={config.base}: no tensors of an MTP head there; give the base model as it was published")
     if head.spelling != "speculators":  # whose config.json has no model's fields
-        models = (deciding_config(source, None) for source in (config.base, config.target))
-        names = [name for name, *_ in config_differences(*models) if not name.endswith(("_token_id", *_FREE))]
+        models = [deciding_config(source, None) for source in (config.base, config.target)]
+        is_text = any("text_config" not in model for model in models)  # a fine-tune may keep the text model alone
+        parts = [model.get("text_config", model) if is_text else model for model in models]
+        names = [name for name, *_ in config_differences(*parts) if not name.endswith(("_token_id", *_FREE))]
+        names = [name for name in names if name.rpartition(".")[2] not in NOT_DECIDING]
         expected = "the model that target was fine-tuned from"
         require(not names, "base", config.base, f"{expected}; config.json differs in {list_words(names)}")
     try:
@@ -127,7 +130,8 @@ def read_head(head: HeadTensors) -> dict[str, Tensor]:
 def declare_head(model: Path, base: str | None) -> dict[str, object]:
     """config.json of the `model`, with the fields in which the one in `base` declares the head."""
     fields, source = (read_mapping(file, "description of a model", "fetch it again") for file in (model, base or model))
-    for section, declared in ((fields, source), (fields.get("text_config"), source.get("text_config"))):
+    text, of_text = (section.get("text_config", section) for section in (fields, source))
+    for section, declared in ((fields, source), (text, of_text)):
         if isinstance(section, dict) and isinstance(declared, dict):
             section.update({key: declared[key] for key in DECLARED_BY if declared.get(key)})
     return fields

@@ -132,7 +132,8 @@ class TrigramConfig(Rehearsed, RunConfig):
 
     @property
     def processes(self) -> int:
-        return self.workers or os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # of the job
+        return self.workers or cores or 1
 
     def corpus(self) -> dict[str, object]:
         """The settings that determine the counted text, JSON-able."""

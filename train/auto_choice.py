@@ -195,15 +195,17 @@ def _share_minutes(
     """
     answer_share, training_share, _ = _WITH_TRAINING if kinds else _WITHOUT
     unlimited = answers.unlimited_minutes(kinds)
-    shared, expected = config.minutes - unlimited, f"{unlimited + _FEWEST:.0f} or more: loading takes {unlimited:.1f}"
+    shared, least = config.minutes - unlimited, math.ceil(unlimited + _FEWEST)
+    expected = f"{least} or more: loading takes {unlimited:.1f}"
     require(shared >= _FEWEST, MINUTES, f"{config.minutes:g}", expected)
     least_report = min(shared, answers.report_minutes((*kinds, *finished), _SHORTEST))
     unanswered_tokens = (answers.prompts - answers.answered) * answers.answer_tokens
     all_answers = _SLOWER * unanswered_tokens / answers.tokens_per_minute
     answering = min(all_answers, answer_share * shared, max(0.0, (1 - training_share) * shared - least_report))
     first_answers = answers.answered * answers.answer_tokens / answers.tokens_per_minute
-    measuring = "replay" if config.server else "report"  # a replay has no limit
-    minutes = {"responses": answering + first_answers, measuring: (1 - training_share) * shared - answering}
+    measuring = (1 - training_share) * shared - answering
+    minutes = {"responses": answering + first_answers}
+    minutes |= dict.fromkeys(("heldout", "replay"), measuring / 2) if config.server else {"report": measuring}
     minutes |= {TRAINABLE[kind].step: training_share * shared / len(kinds) for kind in kinds}
     if config.corpus and SMALL_LM.name in kinds:
         minutes |= dict.fromkeys((CORPUS_LM, SMALL_LM.name), minutes[SMALL_LM.name] / 2)
@@ -224,14 +226,17 @@ def configure_pipeline(
     template |= {KWARGS: config.chat_template_kwargs} if config.chat_template_kwargs else {}
     for name in ("responses", *trainings, "trigrams"):
         steps[name] |= {f"data.{key}": value for key, value in template.items()}
+    answering = choice.minutes.get("responses", math.inf)
+    answerable = answering * answers.tokens_per_minute / answers.answer_tokens if answers.answer_tokens else math.inf
+    answered = max(1.0, min(answers.prompts, answerable)) if answers.prompts else math.inf
     for name in trainings:
-        steps[name] |= _size_training(name, answers)
+        steps[name] |= _size_training(name, answers.device, answered)
     if config.corpus:
         _read_corpus_first(config.corpus, steps, answers)
     steps["prompts"] = {"file": config.prompts} if config.prompts else steps["prompts"] | template
     if config.prompts is None:
-        limit, rows = float(f"{_WRITING * config.minutes:.3g}"), max(_FEWEST_PROMPTS, answers.rows)
-        steps["prompts"] |= {MINUTES: limit, "batch_size": rows}
+        writing, rows = float(f"{_WRITING * config.minutes:.3g}"), max(_FEWEST_PROMPTS, answers.rows)
+        steps["prompts"] |= {MINUTES: writing, "batch_size": rows}
     steps["responses"] |= {"batch_size": answers.rows, "shard_size": 2 * answers.rows}
     if config.server:
         _let_server_answer(config, steps, answers)
@@ -286,11 +291,11 @@ def heldout_share(count: float) -> float:
     return max(DataConfig.heldout_fraction, float(f"{min(0.5, _HELDOUT / count):.3g}"))
 
 
-def _size_training(name: str, answers: FirstAnswers) -> dict[str, object]:
+def _size_training(name: str, device: Device, answered: float) -> dict[str, object]:
     """The options of a training that follow from the machine, and from the number of answers to hold some out of."""
-    share = heldout_share(answers.prompts or math.inf)
+    share = heldout_share(answered)
     options: dict[str, object] = {"data.heldout_fraction": share} if share > DataConfig.heldout_fraction else {}
-    return options | (_ON_GPU if answers.device == "cuda" and name != TRAINABLE[EAGLE3.name].step else {})
+    return options | (_ON_GPU if device == "cuda" and name != TRAINABLE[EAGLE3.name].step else {})
 
 
 def describe_choice(choice: Choice, answers: FirstAnswers) -> str:

@@ -5,7 +5,6 @@ step of a pipeline with all drafters. The record of a run's first answers and ch
 from it.
 """
 
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -15,6 +14,7 @@ import torch
 
 from outrider.base.errors import UserError, require, warn
 from outrider.base.files import read_mapping, require_writable, write_atomically, write_json
+from outrider.base.machine import usable_cores
 from outrider.base.progress import Stage
 from outrider.base.run_dirs import check_identity, only_run, require_free
 from outrider.base.settings import construct, read_as
@@ -89,7 +89,7 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
     available = free_bytes(torch.device(device))
     answers = _size_batches(target, device, available) if target.is_seen else _try_server(config, target, device)
     corpus_bytes = sum(path.stat().st_size for path in resolve_paths(config.corpus))
-    answers = replace(answers, tokenising=corpus_bytes / auto_choice.TOKENISED_BYTES / (os.cpu_count() or 1) / 60)
+    answers = replace(answers, tokenising=corpus_bytes / auto_choice.TOKENISED_BYTES / usable_cores() / 60)
     _check_prompts(config, target, answers)
     unfit = _find_unfit(config)
     kinds = auto_choice.ORDER[device] if config.train == "auto" else config.train
@@ -173,7 +173,10 @@ def _describe_memory(target: OpenTarget, available: float) -> str:
     """The memory of an evaluation without drafters, and the machine's. Raises `UserError` if that is too little."""
     methods = {PROMPT_LOOKUP.name: preset(PROMPT_LOOKUP.name)}
     evaluation = EvaluateConfig(target=target.source, dtype="fast", methods=methods)
-    size = sum(part.size for part in evaluation_memory(evaluation, target.config))
+    original = target.files.original
+    is_stored = original is not None and original.quantised and pick_device("auto").type == "cpu"
+    stored = sum(path.stat().st_size for path in target.files.paths() or () if path.is_file()) if is_stored else 0
+    size = sum(part.size for part in evaluation_memory(evaluation, target.config, _TEXT_TOKENS, stored))
     memory = f"memory_gb={size / GB:.1f} of {available / GB:.1f}"
     if size > available:
         raise UserError(f"target={target.source}: decoding it takes {memory}; take a smaller one")
@@ -214,7 +217,9 @@ def find_finished(target: Fingerprint, root: Path) -> dict[str, str]:
 def _time_answers(config: AutoConfig, unknown: FirstAnswers, began: float, config_for: ConfigFor) -> FirstAnswers:
     """Let the target answer for a short time. The answers are kept; the step `responses` adds to them."""
     pipeline = configure_pipeline(config, NO_CHOICE, unknown, config_for)
-    short_answers: dict[str, object] = {MINUTES: auto_choice.first_minutes(config), "smallest_batch": 1}
+    folder = pipeline.folder / "responses"
+    earlier = seconds_spent(folder)  # by a look whose minutes were too few
+    short_answers: dict[str, object] = {MINUTES: auto_choice.first_minutes(config) + earlier / 60, "smallest_batch": 1}
     first_steps = {name: pipeline.steps[name] for name in ("prompts", "responses")}
     first_pipeline = replace(pipeline, steps=first_steps, more={"responses": short_answers})
     log = pipeline.folder / LOG
@@ -225,7 +230,6 @@ def _time_answers(config: AutoConfig, unknown: FirstAnswers, began: float, confi
             if status := steps.run_command(step.script, step.words, step.settings, log):
                 raise UserError(f"target={config.target}: step {step.name} failed (exit status {status}); see {log}")
         seconds = time.monotonic() - step_began
-    folder = step.product.parent
     summary = read_mapping(folder / SUMMARY_FILE, "summary of answers", _REMEDY)
     answering_seconds = seconds_spent(folder)
     tokens, count, prompts = (int(str(summary[name])) for name in ("tokens", "responses", "prompts"))
@@ -238,7 +242,7 @@ def _time_answers(config: AutoConfig, unknown: FirstAnswers, began: float, confi
         answer_tokens=tokens / count,
         prompts=prompts,
         answered=count,
-        loading=max(0.0, seconds - answering_seconds) / 60,
+        loading=max(0.0, seconds - answering_seconds + earlier) / 60,
         spent=(time.monotonic() - began) / 60,
     )
 

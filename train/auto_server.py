@@ -29,6 +29,7 @@ from outrider.train.steps import ConfigFor, write_words
 
 REPLAY, LOG = "inference/replay.py", "auto.log"
 LENGTHS = (1, 2, 3, 4, 6, 8)  # of the drafts that are replayed
+_REPLAYED = 100  # answers at most, of each length
 
 
 def open_server(config: AutoConfig, target: OpenTarget, top_k: int) -> TargetServer:
@@ -50,7 +51,7 @@ def replay_there(config: AutoConfig, folder: Path, names: Sequence[str], config_
     options: dict[str, object] = {
         "transcripts": folder / "heldout", "tokenizer": config.tokenizer, "table": folder / "trigrams",
         "server": config.server, "server_model": config.server_model, "method": methods, "draft_tokens": [*LENGTHS],
-        "out_dir": folder / "replay",
+        "num_prompts": _REPLAYED, "out_dir": folder / "replay",
     }  # fmt: skip
     options |= {SMALL_LM.name: folder / SMALL_LM.name} if SMALL_LM.name in names else {}
     words, log = write_words(options), folder / LOG
@@ -82,7 +83,8 @@ def _how_to_start(report: MethodReplay) -> str:
     """The options with which vLLM drafts from the text; a drafter's are in the README of its export."""
     method = report.settings
     if method.source != PROMPT_LOOKUP.name:
-        return f"; measure it first, as engines may draft slower; drafts of {draft_length(method)} tokens"
+        measured = "first measure it again, with draft_server= an engine that runs the exported drafter alone"
+        return f"; {measured}; drafts of {draft_length(method)} tokens"
     drafting = {"method": "ngram", "num_speculative_tokens": draft_length(method)}
     drafting |= {"prompt_lookup_max": method.max_ngram, "prompt_lookup_min": 1}
     return f"; vllm serve MODEL --speculative-config '{json.dumps(drafting)}'"

@@ -26,7 +26,7 @@ from outrider.base.processes import from_main, join_processes, only_run_of
 from outrider.base.settings import require_default
 from outrider.draft_models.card import CARD_FILE, LLAMA_CPP_DRAFT, PLAIN_ENGINES, describe_serving, write_card
 from outrider.draft_models.dflash.checkpoint import describe_use as describe_block
-from outrider.draft_models.dflash.checkpoint import open_drafter, save_drafter, vllm_method
+from outrider.draft_models.dflash.checkpoint import open_drafter, require_vllm, save_drafter, vllm_method
 from outrider.draft_models.dflash.gguf import write_gguf_drafter
 from outrider.draft_models.draft_vocabulary import read_draft_vocabulary
 from outrider.draft_models.eagle3.checkpoint import describe_use, open_head, save_head, write_gguf_head
@@ -202,10 +202,18 @@ def _export_table(config: ExportConfig, out_dir: Path) -> str:
     return f"kind=ngrams page={CARD_FILE}"
 
 
+def _read_target(source: str, revision: str | None) -> PreTrainedConfig:
+    """The config of the target's text model, with the class by which engines know the whole."""
+    config = read_config(source, revision)
+    text = config.get_text_config()
+    text.architectures = config.architectures
+    return text
+
+
 def _export_head(config: ExportConfig, out_dir: Path) -> str:
     if config.target is None:
         raise UserError("target=None: expected the model that the EAGLE-3 head was trained for")
-    target = read_config(config.target, config.revision)
+    target = _read_target(config.target, config.revision)
     stored_head = open_head(config.checkpoint, target, changes=config.reading)
     _require_blocks(config, stored_head.reading.hidden)
     float_dtype = getattr(torch, config.dtype) if config.dtype and config.dtype not in QUANTISED else None
@@ -230,7 +238,7 @@ def _export_head(config: ExportConfig, out_dir: Path) -> str:
 def _export_block(config: ExportConfig, out_dir: Path) -> str:
     if config.target is None:
         raise UserError("target=None: expected the model that the block drafter was trained for")
-    target = read_config(config.target, config.revision)
+    target = _read_target(config.target, config.revision)
     stored = open_drafter(config.checkpoint, target, config.reading)
     _require_blocks(config, stored.reading.hidden)
     float_dtype = getattr(torch, config.dtype) if config.dtype and config.dtype not in QUANTISED else None
@@ -242,6 +250,7 @@ def _export_block(config: ExportConfig, out_dir: Path) -> str:
         write_gguf_drafter(drafter, target, tokenizer, partial_file, _block_kind(dtype))
         partial_file.replace(out_dir / GGUF_FILE)
     else:
+        require_vllm(reading)
         made_here = stored.made_here and not config.reading.overrides
         save_drafter(out_dir, drafter, target, made_here=made_here)
     facts = {"drafter": config.checkpoint, "written by": stored.dialect, "taps": list(reading.taps)}

@@ -17,13 +17,15 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import nn
 
 from outrider.base.errors import UserError
 from outrider.base.files import as_json_lines, digest_of, require_writable, write_atomically, write_json
@@ -36,7 +38,7 @@ from outrider.data_prep.text.documents import encode
 from outrider.data_prep.text.records import Counts, split_key
 from outrider.data_prep.text.settings import DataConfig
 from outrider.data_prep.text.sources import read_records
-from outrider.data_prep.text.traffic import read_traffic, split_newest
+from outrider.data_prep.text.traffic import Conversation, read_traffic, split_newest
 from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import OpenTarget, pick_device, pick_dtype
@@ -55,6 +57,7 @@ from outrider.inference.settings.kind import Kind
 from outrider.inference.settings.kinds import DFLASH, EAGLE3, EARLY_EXIT, MTP, NGRAMS, SMALL_LM, kind_in
 from outrider.inference.settings.method import MethodConfig, preset
 from outrider.train import steps
+from outrider.train.auto_choice import heldout_share
 from outrider.train.settings.auto import TRAINABLE
 from outrider.train.settings.pipeline import LOGS, STEPS, StepCommand
 from outrider.train.settings.refit import RefitConfig
@@ -124,9 +127,11 @@ def refit(config: RefitConfig) -> None:
         folder = find_folder(out_dir, config.resume)
         version = plan_version(config, out_dir, folder)
         target = find_target(config, version)
-        training = plan_training(config, folder, version, target)
-        if not (folder / PLAN).exists():
-            freeze_traffic(config, folder, version)
+        begins = not (folder / PLAN).exists()
+        older = split_traffic(config, folder, version) if begins else read_traffic([str(folder / OLDER)])
+        training = plan_training(config, folder, version, target, older)
+        if begins:
+            open_drafters(folder, version, target, [version.start], torch.device("cpu"))
             write_json(folder / PLAN, asdict(version))
         if not (folder / RECORD).exists():
             steps.run_step(training, steps.read_records([training]), f"version {folder.name}", lambda _: None)
@@ -144,27 +149,44 @@ def find_folder(out_dir: Path, resume: bool) -> Path:
     """The folder of a new version, or with `resume` of the newest. Raises `UserError` if that one is not finished."""
     folders = sorted(plan.parent for plan in (out_dir / VERSIONS).glob(f"*/{PLAN}"))
     if folders and not (resume or (folders[-1] / RECORD).exists()):
-        raise UserError(f"out_dir={out_dir}: version {folders[-1].name} is not finished; resume=true goes on with it")
-    return folders[-1] if folders and resume else out_dir / VERSIONS / f"{len(folders) + 1:04}"
+        raise UserError(
+            f"out_dir={out_dir}: version {folders[-1].name} is not finished; resume=true goes on with it, also with "
+            f"other options of its training; if you remove {folders[-1]}, another version begins"
+        )
+    number = int(folders[-1].name) + 1 if folders else 1
+    return folders[-1] if folders and resume else out_dir / VERSIONS / f"{number:04}"
 
 
 def plan_version(config: RefitConfig, out_dir: Path, folder: Path) -> Version:
     """The version in `folder`, if it has begun; else one that continues the current drafter, or first the one given."""
-    first, current = out_dir / VERSIONS / "0001", out_dir / CURRENT
-    if (first / PLAN).exists():
-        drafter = read_version(first).made_of["checkpoint"]
-        config.require("checkpoint", config.checkpoint == drafter, f"{drafter}, of which {out_dir} has versions")
+    current, checkpoint = out_dir / CURRENT, os.path.realpath(str(config.checkpoint))
+    plans = sorted((out_dir / VERSIONS).glob(f"*/{PLAN}"))
+    if plans:
+        drafter = str(read_version(plans[0].parent).made_of["checkpoint"])
+        is_known = checkpoint in (os.path.realpath(drafter), os.path.realpath(current))
+        config.require("checkpoint", is_known, f"{drafter}, of which {out_dir} has versions, or {current}")
+        checkpoint = os.path.realpath(drafter)
+    made_of = _identity(config.decisions(), checkpoint)
     if (folder / PLAN).exists():
         version = read_version(folder)
-        check_identity(version.made_of, config.decisions(), folder / PLAN)
+        check_identity(_identity(version.made_of, checkpoint), made_of, folder / PLAN)
         return version
-    start = os.path.realpath(current if current.exists() else str(config.checkpoint))
-    version = Version(config.decisions(), start, config.template or "tokenizer", {})
+    if current.is_symlink() and not current.exists():
+        raise UserError(f"out_dir={out_dir}: {current} names {os.readlink(current)}, which is gone; remove the link")
+    start = os.path.realpath(current) if current.exists() else checkpoint
+    version = Version(made_of, start, config.template or "tokenizer", {})
     data = version.kind.load_plugin().training_record(start).data or {}
     if config.template is None and "template" in data:
         arguments = construct(dict[str, object], data.get(KWARGS, {}))
         version = replace(version, template=str(data["template"]), arguments=arguments)
     return version
+
+
+def _identity(decisions: Mapping[str, object], checkpoint: str) -> dict[str, object]:
+    """What decides a version. A training that failed may be tried with other options; it refuses those that would not
+    go on with it."""
+    decided = {name: value for name, value in decisions.items() if name not in ("training", "minutes")}
+    return {**decided, "checkpoint": checkpoint}
 
 
 def read_version(folder: Path) -> Version:
@@ -181,10 +203,11 @@ def find_target(config: RefitConfig, version: Version) -> OpenTarget:
     return open_given(config, by_layers=version.kind.layers)
 
 
-def freeze_traffic(config: RefitConfig, folder: Path, version: Version) -> None:
-    """Write the conversations to train on, and those to compare on. Raises `UserError` for too few, and for bad lines.
+def split_traffic(config: RefitConfig, folder: Path, version: Version) -> list[Conversation]:
+    """Write the conversations to train on, and those to compare on; returns the former.
 
-    A table does not count a conversation that it has counted in an earlier version.
+    A table does not count a conversation that it has counted in an earlier version. Raises `UserError` for too few
+    conversations, and for bad lines.
     """
     conversations = read_traffic(config.logs)
     older, newest = split_newest(conversations, config.heldout_share)
@@ -201,13 +224,16 @@ def freeze_traffic(config: RefitConfig, folder: Path, version: Version) -> None:
         write_atomically(folder / name, as_json_lines(conversation.raw for conversation in part))
     counts = f"answers_to_learn={len(older)} answers_to_compare={len(newest)}"
     print(f"refit version={folder.name} start={version.start} {counts}", flush=True)
+    return older
 
 
 # --- train
 
 
-def plan_training(config: RefitConfig, folder: Path, version: Version, target: OpenTarget) -> steps.Step:
-    """The training of the drafter's kind as a step. Raises `UserError` for options that it refuses."""
+def plan_training(
+    config: RefitConfig, folder: Path, version: Version, target: OpenTarget, older: Sequence[Conversation]
+) -> steps.Step:
+    """The training of the drafter's kind on `older` as a step. Raises `UserError` for options that it refuses."""
     kind, start = version.kind, version.start
     command = _COMMANDS[kind.name]
     options: dict[str, object] = {"data": "responses", "data.path": folder / OLDER, "data.template": version.template}
@@ -220,9 +246,12 @@ def plan_training(config: RefitConfig, folder: Path, version: Version, target: O
         record = kind.load_plugin().training_record(start).settings
         options |= {name: record[name] for name in _CONTINUED if name in record}
         options |= {"drafter": "pretrained", "drafter.path": start} if kind == SMALL_LM else {"start": start}
-        options |= {"minutes": config.minutes, "fit.epochs": _EPOCHS, "data.heldout_fraction": _HELDOUT}
+        share = max(_HELDOUT, heldout_share(len({conversation.first_turn for conversation in older})))
+        options |= {"minutes": config.minutes, "fit.epochs": _EPOCHS, "data.heldout_fraction": share}
         options |= {} if target.is_seen else {"objective": "cross_entropy", "position_weights": "none"}
-    words = steps.write_words({**options, **config.training, "out_dir": folder / DRAFTER, "resume": True})
+    chosen_names = {word.partition("=")[0] for word in steps.write_words(config.training)}
+    words = [word for word in steps.write_words(options) if word.partition("=")[0] not in chosen_names]
+    words += [*steps.write_words(config.training), *steps.write_words({"out_dir": folder / DRAFTER, "resume": True})]
     settings, product = config_for(command.script, words), folder / DRAFTER / command.product
     require_writable(folder / LOGS)
     return steps.Step(DRAFTER, command.script, words, settings, product, words, [])
@@ -241,15 +270,10 @@ def add_counts(table: TrigramTable, folder: str) -> dict[str, object]:
 
 def compare(folder: Path, version: Version, target: OpenTarget, seed: int) -> Comparison:
     """Replay the held-out answers by both drafters."""
-    method = preset(f"{version.kind.name}/fixed" if version.kind.shaped else str(version.kind.preset))
-    answers = [*read_answers(folder, version, target)]
-    target = target.resize(max((max(answer.prompt + answer.ids) for answer in answers), default=0))
-    drafters, session = load_both(folder, version, target, method)
-    limits = [context_limit(target.config), *(limit for drafter in drafters for limit in position_limits(drafter))]
-    answers = [answer for answer in answers if len(answer.prompt + answer.ids) <= min(limits)]
+    method, paths = method_of(version), (version.start, str(folder / DRAFTER))
+    answers, target, drafters = open_drafters(folder, version, target, paths, pick_device("auto"))
+    session = open_session(version, target, drafters)
     rows = {first_turn: row for row, first_turn in enumerate(dict.fromkeys(answer.first_turn for answer in answers))}
-    if len(rows) < MIN_PROMPTS:
-        raise UserError(f"logs: {len(rows)} held-out first turns fit the context: expected {MIN_PROMPTS} or more")
     counts = np.zeros((3, len(rows)), int)  # [3, n], by first turn: tokens after the prefill's, rounds before and after
     for answer in track_progress(answers, "replaying held-out answers", "answers"):
         size, streams = len(answer.ids), Streams(seed)
@@ -264,24 +288,47 @@ def compare(folder: Path, version: Version, target: OpenTarget, seed: int) -> Co
     return Comparison(len(rows), greedy, tokens / before, tokens / after, gain)
 
 
-def load_both(
-    folder: Path, version: Version, target: OpenTarget, method: MethodConfig
-) -> tuple[list[Drafters], Callable[[int, int, int], Session]]:
-    """The drafter before and after, and what makes the sessions of replays: with the target only where they share its
-    layers."""
-    kind, device = version.kind, pick_device("auto")
+def method_of(version: Version) -> MethodConfig:
+    """How both drafters draft."""
+    return preset(f"{version.kind.name}/fixed" if version.kind.shaped else str(version.kind.preset))
+
+
+def open_drafters(
+    folder: Path, version: Version, target: OpenTarget, paths: Sequence[str], device: torch.device
+) -> tuple[list[Answer], OpenTarget, list[Drafters]]:
+    """The held-out answers that fit the context, the target with the size of its vocabulary, the drafters in `paths`.
+
+    Raises `UserError` for answers to fewer than `MIN_PROMPTS` first turns.
+    """
+    answers, kind = [*read_answers(folder, version, target)], version.kind
+    target = target.resize(max((max(answer.prompt + answer.ids) for answer in answers), default=0))
     plugin, dtype = kind.load_plugin(), pick_dtype("auto", target.config, device)
-    paths = (version.start, str(folder / DRAFTER))
-    models = [plugin.load(path, target, {kind.name: method}, dtype=dtype, device=device) for path in paths]
+    methods = {kind.name: method_of(version)}
+    models = [plugin.load(path, target, methods, dtype=dtype, device=device) for path in paths]
     drafters: list[Drafters] = [{kind.name: model} for model in models]
+    limits = [context_limit(target.config), *(limit for drafter in drafters for limit in position_limits(drafter))]
+    answers = [answer for answer in answers if len(answer.prompt + answer.ids) <= min(limits)]
+    if (count := len({answer.first_turn for answer in answers})) < MIN_PROMPTS:
+        expected = f"{MIN_PROMPTS} or more, with answers of two tokens or more"
+        raise UserError(f"logs: {count} held-out first turns fit the context: expected {expected}")
+    return answers, target, drafters
+
+
+def open_session(
+    version: Version, target: OpenTarget, drafters: Sequence[Drafters]
+) -> Callable[[int, int, int], Session]:
+    """What makes the sessions of replays: with the target only where drafters share its layers."""
+    kind, device = version.kind, pick_device("auto")
     if kind.layers:
-        stack = load_stack(target, None, dtype, device, by_layers=True)
+        stack = load_stack(target, None, pick_dtype("auto", target.config, device), device, by_layers=True)
         for drafter in drafters:
             prepare_models(stack, drafter)
-        return drafters, partial(Runtime().session, stack)
-    for model in models if kind.shaped else ():
+        return partial(Runtime().session, stack)
+    for drafter in drafters if kind.shaped else ():
+        model = drafter[kind.name]
+        assert isinstance(model, nn.Module)
         lay_out(model, device)
-    return drafters, partial(RecordedSession, vocabulary=target.config.vocab_size, device=device)
+    return partial(RecordedSession, vocabulary=target.config.vocab_size, device=device)
 
 
 def read_answers(folder: Path, version: Version, target: OpenTarget) -> Iterator[Answer]:
@@ -313,7 +360,10 @@ def go_back(out_dir: Path) -> None:
     current = (out_dir / CURRENT).resolve()
     if not (current.parent / PLAN).exists():
         raise UserError(f"out_dir={out_dir}: its current drafter continues no other; there is nothing to go back to")
-    make_current(out_dir, Path(read_version(current.parent).start))
+    start = Path(read_version(current.parent).start)
+    if kind_in(str(start)) is None:
+        raise UserError(f"out_dir={out_dir}: the drafter before it, {start}, is gone")
+    make_current(out_dir, start)
     print(f"refit back from={current}\n{describe_swap(out_dir)}", flush=True)
 
 

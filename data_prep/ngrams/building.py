@@ -22,7 +22,7 @@ from outrider.data_prep.text.records import Counts, warn_of_unused
 from outrider.data_prep.text.sources import read_records
 from outrider.draft_models.ngrams.kernels import require_vocabulary
 from outrider.draft_models.ngrams.suffixes import SORT_BYTES, join_documents, sort_suffixes
-from outrider.draft_models.ngrams.table import TABLE_FILE, TrigramTable, require_no_table, require_unaltered
+from outrider.draft_models.ngrams.table import TABLE_FILE, Facts, TrigramTable, require_no_table, require_unaltered
 from outrider.draft_models.targets.encoder import Encoder, open_encoder
 from outrider.draft_models.targets.vocabulary import vocabulary_digest
 
@@ -39,7 +39,8 @@ def build_table(config: TrigramConfig, *, shard: int = SHARD_CHARACTERS, piece: 
     if int(os.environ.get("RANK", "0")):
         return
     began = time.perf_counter()
-    out_dir, work = Path(config.out_dir), Path(f"{config.out_dir}.building")
+    out_dir = Path(config.out_dir)  # also of a path that ends in /
+    work = Path(f"{out_dir}.building")
     encoder = open_encoder(config.tokenizer, config.revision)
     require_vocabulary(encoder.vocabulary)
     addends = [_open_addend(path, encoder, config) for path in config.merge]
@@ -104,8 +105,8 @@ def _write_table(
         why = counts.first or "give more data"
         raise UserError(f"{_data_words(config)}: empty corpus: no text in it (found {outcomes}); {why}")
     warn_of_unused(counts, counts.first)
-    parts = [part for addend in addends for part in addend.facts.get("merged") or [addend.facts]]
-    digests = [shards.digest, *(part.get("corpus", {}).get("digest") for part in parts)]
+    corpora = [part.get("corpus") or {} for addend in addends for part in _all_facts(addend.facts)]
+    digests = [shards.digest, *(corpus["digest"] for corpus in corpora if "digest" in corpus)]
     if len(set(digests)) < len(digests):
         warn("merge: one corpus is in it more than once, so its n-grams count more than once")
     memory = int(config.memory_gb * _GB)
@@ -198,11 +199,18 @@ def _open_addend(path: str, encoder: Encoder, config: TrigramConfig) -> TrigramT
     return table
 
 
+def _all_facts(facts: Facts) -> Iterator[Facts]:
+    """The facts of a table, and of all that were merged into it."""
+    yield facts
+    for part in facts.get("merged") or ():
+        yield from _all_facts(part)
+
+
 def _warn_of_pruned(path: str, addend: TrigramTable) -> None:
     """Warn if the sum will differ from one build of both corpora."""
-    for part in addend.facts.get("merged") or [addend.facts]:
+    for part in _all_facts(addend.facts):
         if part.get("min_count", 1) > 1 or part.get("max_successors") or part.get("max_mb"):
-            built = " ".join(f"{key}={part.get(key)}" for key in ("min_count", "max_successors", "max_mb"))
+            built = " ".join(f"{key}={part[key]}" for key in ("min_count", "max_successors", "max_mb") if part.get(key))
             warn(f"merge={path}: built with {built}: what was rare there is missing from the sum; min_count=1 keeps it")
 
 

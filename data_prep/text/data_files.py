@@ -130,11 +130,23 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, object]]:
         raise UserError(f"{path}:{rows.line_num}: {error}") from None
 
 
+def drop_absent(raw: dict[str, object]) -> dict[str, object]:
+    """A row of a table, without the entries that its mappings lack: Arrow gives all mappings of a column the same
+    names, and the value None."""
+
+    def drop(value: object) -> object:
+        if isinstance(value, dict):
+            return {name: drop(inner) for name, inner in value.items() if inner is not None}
+        return [drop(inner) for inner in value] if isinstance(value, list) else value
+
+    return {name: drop(value) for name, value in raw.items()}
+
+
 def _table_rows(path: Path) -> Iterator[tuple[int, object]]:
     import pyarrow
 
     try:
-        yield from enumerate((raw for batch in _record_batches(path) for raw in batch.to_pylist()), 1)
+        yield from enumerate((drop_absent(raw) for batch in _record_batches(path) for raw in batch.to_pylist()), 1)
     except (OSError, ValueError, pyarrow.ArrowException) as error:  # ValueError: text that is not UTF-8
         raise _read_error(path, error) from error
 

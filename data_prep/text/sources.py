@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from outrider.base.errors import UserError, reason
-from outrider.data_prep.text.data_files import file_digest, read_file, resolve_paths, text_rows
+from outrider.data_prep.text.data_files import drop_absent, file_digest, read_file, resolve_paths, text_rows
 from outrider.data_prep.text.messages import SkipRecordError
 from outrider.data_prep.text.prompt_records import asks_answer, is_prompt_record, prompt_as_record, to_prompt
 from outrider.data_prep.text.records import Counts, FileLayout, Record, find_layout, split_key, text_record, to_record
@@ -179,7 +179,7 @@ def _hub_rows(config: DataConfig) -> Iterator[tuple[int, object]]:
             revision=config.revision,
             streaming=config.streaming,
         )
-        yield from enumerate(dataset, 1)
+        yield from enumerate(map(drop_absent, dataset), 1)
     except Exception as error:  # whatever the Hub client, the network or a loader raises
         raise UserError(
             f"path={config.path[0]}: cannot read split {config.split!r} from the Hugging Face Hub "

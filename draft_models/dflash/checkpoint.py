@@ -64,6 +64,18 @@ def vllm_method(reading: BlockReading) -> str:
     return "dspark" if reading.markov_rank else "dflash"
 
 
+def require_vllm(reading: BlockReading) -> None:
+    """Raise `UserError` for a reading that vLLM does not have for `vllm_method`, and would replace by its own."""
+    readable = {
+        "sample_from_anchor": reading.sample_from_anchor == (reading.markov_rank > 0),
+        "embedding_scale": reading.embedding_scale == 1.0,
+    }
+    if lost := ", ".join(f"{name}={getattr(reading, name)!r}" for name, is_read in readable.items() if not is_read):
+        raise UserError(
+            f"engine=vllm: has no word for {lost} of {vllm_method(reading)}, so it would run another drafter"
+        )
+
+
 def describe_use(reading: BlockReading, engine: str = "vllm") -> str:
     """Instructions for a drafter in the format of `engine`, there and here, with {path} and {target} to fill in."""
     serving = describe_serving(reading.drafted, engine, head=vllm_method(reading))

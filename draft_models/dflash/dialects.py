@@ -164,7 +164,8 @@ def _read_heads(config: Config, shapes: Shapes, hidden: int) -> dict[str, object
     """What a reading says of DSpark's heads, by the tensors, and of the position that a row predicts."""
     rank = shapes[W1][1] if W1 in shapes else _lookup(config, "markov_rank") or 0
     width = shapes.get(CONFIDENCE, (1, 0))[1]
-    is_dspark = "dspark" in (config.get("speculators_model_type"), _lookup(config, "projector_type")) or rank != 0
+    names = (config.get("speculators_model_type"), _lookup(config, "projector_type"), config.get("architectures"))
+    is_dspark = rank != 0 or "dspark" in str(names).lower()  # DeepSpec's, of any rank, say it in the class alone
     anchors = (_lookup(config, name) for name in ("sample_from_anchor", "shift_label"))
     return {
         "markov_rank": rank,

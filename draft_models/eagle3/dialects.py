@@ -161,21 +161,21 @@ def _eagle_config(config: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _read_aux_layers(config: Mapping[str, Any], target_layers: int) -> tuple[int, ...]:
-    """The boundaries that the config names, in up to four entries, which must agree.
+    """The boundaries that the config names, in several entries, which must agree.
 
-    Example: `eagle_config` has the outputs of layers 1, 8 and 15, that is the boundaries 2, 9 and 16; the other entries
-    have boundaries, as vLLM reads them. Without an entry: 2, n // 2 and n − 3 of n layers (as in EAGLE, SpecForge and
-    vLLM).
+    Example: `eagle_config`, and DeepSpec's `target_layer_ids`, have the outputs of layers 1, 8 and 15, that is the
+    boundaries 2, 9 and 16; the other entries have boundaries, as vLLM reads them. Without an entry: 2, n // 2 and n − 3
+    of n layers (as in EAGLE, SpecForge and vLLM).
     """
     sections = {"": config, "eagle_config.": _eagle_config(config)}
     boundaries: dict[str, tuple[int, ...]] = {}  # by the entry, as the user sees it
-    for section, key in product(sections, (AUX_LAYERS_KEY, "layer_ids")):
+    for section, key in product(sections, (AUX_LAYERS_KEY, "layer_ids", "target_layer_ids")):
         name, layers = section + key, sections[section].get(key)
         if not layers:
             continue
         if not (isinstance(layers, list) and all(type(layer) is int for layer in layers)):
             raise UserError(f"{name}={layers!r}: expected a list of layers")
-        has_outputs = name == f"eagle_config.{AUX_LAYERS_KEY}"
+        has_outputs = key == "target_layer_ids" or name == f"eagle_config.{AUX_LAYERS_KEY}"
         boundaries[f"{name}={layers!r}"] = tuple(layer + has_outputs for layer in layers)
     if len(set(boundaries.values())) > 1:
         meanings = "; ".join(f"{name} means boundaries {list(taps)}" for name, taps in boundaries.items())
@@ -230,6 +230,8 @@ def config_in_dialect(
     if sizes := set(filter(None, reading.windows)):
         layer_types = ["full_attention" if window is None else "sliding_attention" for window in reading.windows]
         layer |= {"use_sliding_window": True, "sliding_window": max(sizes), "layer_types": layer_types}
+    if "num_aux_hidden_states" in config:  # vLLM reads it among these fields
+        layer["num_aux_hidden_states"] = config["num_aux_hidden_states"]
     return config | {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",

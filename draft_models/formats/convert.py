@@ -46,7 +46,7 @@ INDEX_FILE = "model.safetensors.index.json"
 CACHE_VARIABLE = "OUTRIDER_CACHE"  # environment variable: the location of the cache
 RECORD_FILE = "described.json"
 _PARTS = ".parts"  # everything except the weights, until these are complete
-_FORM = 2  # version of what is written; part of the key
+_FORM = 3  # version of what is written; part of the key
 _REMEDY = f"free space, or say by {CACHE_VARIABLE} where there is more"
 
 

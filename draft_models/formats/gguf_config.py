@@ -71,8 +71,10 @@ _READ_APART = {
     "rope.scaling.finetuned", "rope.scale_linear", "tensor_data_layout",
 }  # fmt: skip
 _OFF = {  # keys without effect at this value
-    "expert_count": 0, "expert_used_count": 0, "attention.causal": True, "rope.scaling.attn_factor": 1.0, _WINDOW: 0
+    "expert_count": 0, "expert_used_count": 0, "attention.causal": True, "rope.scaling.attn_factor": 1.0, _WINDOW: 0,
+    "expert_shared_feed_forward_length": 0, "expert_shared_count": 0,
 }  # fmt: skip
+_TURN_ENDS, _NOT_TEXT = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"), (3, 4)  # types: control, user's own
 _WAY_OUT = "give the model's Hugging Face directory or Hub name instead"
 _REAL = ("_epsilon", "_softcapping")  # ends of keys whose values are real numbers; others are counts
 _WIDE_SCALE = {("gemma2", 46), ("gemma3", 62)}  # the 27B models: their attention is scaled by hidden / heads
@@ -94,7 +96,7 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
         "vocab_size": _vocabulary_size(file),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "dtype": _main_dtype(file),
-        **_read_special_ids(file),
+        **read_special_ids(file),
         "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]],  # which serving engines use
     }
     if "num_key_value_heads" in config_fields:
@@ -168,9 +170,16 @@ def _read_heads(file: GgufFile) -> _Heads:
     return _Heads(query=query, key_value=key_value, width=width, rotary=rotary, usual_width=usual_width)
 
 
-def _read_special_ids(file: GgufFile) -> dict[str, object]:
-    """The config's special ids. There are two end tokens if a turn ends by another token than a text."""
+def read_special_ids(file: GgufFile) -> dict[str, object]:
+    """The config's special ids. There are two end tokens if a turn ends by another token than a text.
+
+    Files without a key of the token that ends a turn have it in their chat template, as llama.cpp finds it too.
+    """
     ids = {key: file.get(f"tokenizer.ggml.{key}_token_id", int, None) for key in ("bos", "eos", "eot", "padding")}
+    if ids["eot"] is None and (template := file.get("tokenizer.chat_template", str, None)):
+        tokens, types = file.texts("tokenizer.ggml.tokens"), file.get("tokenizer.ggml.token_type", list, [])
+        special = {token: index for index, token in enumerate(tokens[: len(types)]) if types[index] in _NOT_TEXT}
+        ids["eot"] = next((special[token] for token in _TURN_ENDS if token in template and token in special), None)
     ends = [*dict.fromkeys(ids[name] for name in ("eos", "eot") if ids[name] is not None)]
     eos = ends if len(ends) > 1 else next(iter(ends), None)
     return {"bos_token_id": ids["bos"], "eos_token_id": eos, "pad_token_id": ids["padding"]}

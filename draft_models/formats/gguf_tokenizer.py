@@ -14,7 +14,7 @@ from outrider.base.errors import UserError, reason
 from outrider.draft_models.formats.gguf_file import AS_WRITTEN, GgufFile, MetadataValue
 
 _KEY = "tokenizer.ggml."
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # types of tokens, in "token_type"
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # types of tokens, in "token_type"
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _SPACE = "▁"  # SentencePiece's space
 _SPACE_AFTER = ("<unk>", "<s>", "<|endoftext|>")  # the only tokens of Phi 3 that leave a space after them
@@ -68,7 +68,9 @@ def _make_byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
         )
     merges = [(prefix, suffix) for prefix, _, suffix in (m.partition(" ") for m in file.texts(f"{_KEY}merges"))]
     pattern = PATTERNS[cut_name]
-    tokenizer = Tokenizer(models.BPE(vocab=_ids_by_token(tokens), merges=merges, ignore_merges=pattern == _LLAMA3))
+    tokenizer = Tokenizer(
+        models.BPE(vocab=_ids_of_words(file, tokens), merges=merges, ignore_merges=pattern == _LLAMA3)
+    )
     if pattern == _QWEN2:
         tokenizer.normalizer = normalizers.NFC()
     pre_tokenizers_of_cut: list[pre_tokenizers.PreTokenizer] = []
@@ -92,7 +94,7 @@ def _make_sentencepiece(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
     unknown = file.get(f"{_KEY}unknown_token_id", int, 0)
     tokenizer = Tokenizer(
         models.BPE(
-            vocab=_ids_by_token(tokens),
+            vocab=_ids_of_words(file, tokens),
             merges=_make_merges(file, tokens),
             unk_token=_token_of_id(file, tokens, "unknown_token_id", unknown),
             fuse_unk=True,
@@ -143,7 +145,7 @@ def _add_tokens(tokenizer: Tokenizer, file: GgufFile, tokens: Sequence[str]) -> 
     special = [token for token, token_type in zip(tokens, types, strict=True) if token_type in (_CONTROL, _UNKNOWN)]
     strips = {*special} - {*_SPACE_AFTER} if phi3 else set[str]()  # these absorb the spaces after them, by no key
     tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True, rstrip=t in strips) for t in special])
-    user_defined = [token for token, token_type in zip(tokens, types, strict=True) if token_type == _USER_DEFINED]
+    user_defined = [token for token, index in _ids_of_words(file, tokens).items() if types[index] == _USER_DEFINED]
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in user_defined])
 
 
@@ -152,7 +154,9 @@ def _make_post_processor(
 ) -> processors.PostProcessor | None:
     """The post-processor that adds BOS and EOS to a text as the file asks; None if there is nothing to do."""
     added_tokens = []
-    for side, default in (("bos", bpe_kind == "llama"), ("eos", False)):
+    is_llama3 = file.metadata.get(f"{_KEY}pre") in ("llama-bpe", "llama3", "llama-v3")  # its files may have no key
+    begins = bpe_kind == "llama" or (is_llama3 and "bos_token" in special)
+    for side, default in (("bos", begins), ("eos", False)):
         enabled = file.get(f"{_KEY}add_{side}_token", bool, default)
         if enabled and f"{side}_token" not in special:
             raise UserError(f"{file.path}: {_KEY}add_{side}_token is on, but {_KEY}{side}_token_id is missing")
@@ -185,3 +189,10 @@ def _read_types(file: GgufFile, tokens: Sequence[str]) -> Sequence[MetadataValue
 
 def _ids_by_token(tokens: Sequence[str]) -> dict[str, int]:
     return {token: index for index, token in enumerate(tokens)}
+
+
+def _ids_of_words(file: GgufFile, tokens: Sequence[str]) -> dict[str, int]:
+    """Without the names by which converters fill the rows of an embedding that no token has."""
+    types, in_use = _read_types(file, tokens), {file.metadata.get(f"{_KEY}{key}_token_id") for key in SPECIAL.values()}
+    free = {index for index, kind in enumerate(types) if kind in (_USER_DEFINED, _UNUSED)} - in_use
+    return {token: index for index, token in enumerate(tokens) if index not in free or token != f"[PAD{index}]"}

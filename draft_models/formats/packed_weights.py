@@ -89,7 +89,7 @@ class PackedLayer(NamedTuple):
     def read(self) -> Tensor:
         """Its weight, float32 [out, in]. Raises `UserError`."""
         codes, zeros, scales, group = self._unpack()
-        return (codes - zeros[:, group]).float() * scales[:, group]
+        return ((codes - zeros[:, group]).float() * scales[:, group]).contiguous()  # AWQ stores it transposed
 
     def codes(self) -> "CodedRows | None":
         """Its rows in blocks of `CODE_KINDS`; None if a group's inputs are not adjacent, or a scale is no float16.

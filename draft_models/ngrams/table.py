@@ -53,6 +53,7 @@ _FORMAT = 3
 _AGAIN = "build it again with outrider build-trigrams"
 _TYPES: dict[str, np.dtype] = {"U16": np.dtype(np.uint16), "U32": np.dtype(np.uint32), "U64": np.dtype(np.uint64)}
 Arrays = Mapping[str, np.ndarray]  # by name
+Facts = dict[str, Any]  # of a table, see `TrigramTable`
 
 
 class Level(NamedTuple):
@@ -108,7 +109,7 @@ class TrigramTable:
     vocabulary: int
     tokenizer: str
     levels: dict[int, Level]
-    facts: dict[str, Any]
+    facts: Facts
     suffixes: Suffixes | None = None
 
     def __post_init__(self) -> None:
@@ -140,7 +141,7 @@ class TrigramTable:
             levels[order] = make_level(
                 order, vocabulary, group_contexts(*grams, min_count, max_successors or vocabulary)
             )
-        facts: dict[str, Any] = {"tokens": sum(map(len, ids)), "documents": len(ids)}
+        facts: Facts = {"tokens": sum(map(len, ids)), "documents": len(ids)}
         facts |= {"min_count": min_count, "max_successors": max_successors, "corpus": corpus}
         suffix_array = sort_suffixes(join_documents(ids, vocabulary), vocabulary) if suffixes else None
         return cls(vocabulary, tokenizer, levels, facts, suffix_array)
@@ -255,7 +256,7 @@ class Header:
     format: int
     vocabulary: int
     tokenizer: str
-    facts: dict[str, Any]
+    facts: Facts
     sha256: str
 
     def __post_init__(self) -> None:
@@ -263,7 +264,7 @@ class Header:
         require_vocabulary(self.vocabulary)
         for key in ("tokens", "documents"):
             require(type(self.facts.get(key)) is int, f"facts.{key}", self.facts.get(key), "an integer")
-        construct(list[dict[str, Any]], self.facts.get("merged", []), "facts.merged")
+        construct(list[Facts], self.facts.get("merged", []), "facts.merged")
 
 
 def map_table(path: Path) -> tuple[Header, Arrays]:
@@ -310,7 +311,9 @@ def table_digest(path: Path) -> str:
 
 
 def require_no_table(path: Path) -> None:
-    """Raise `UserError` if `path` exists as a table, a file or a non-empty directory."""
+    """Raise `UserError` if `path` is a table, a file, a link, a mount point or a directory with files."""
+    if path.is_symlink() or path.is_mount():  # a finished directory cannot take its place
+        raise UserError(f"{path}: is a link or a mount point; choose a directory in it")
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         what = "an n-gram table" if (path / TABLE_FILE).exists() else "other things"
         raise UserError(f"{path}: holds {what} already; choose another directory or remove it")

@@ -60,10 +60,20 @@ class Fingerprint:
         return words + model_differences(drafter_fields, target_fields)
 
 
+def require_text_alone(config: PreTrainedConfig) -> None:
+    """Raise `UserError` for a model that also reads images or sounds, whose text model is a part."""
+    if config.get_text_config() is not config:
+        raise UserError(
+            f"target={config.name_or_path}: a {config.model_type} model has other parts than text; give its text model "
+            "alone, as a directory"
+        )
+
+
 def fingerprint_target(
     files: TensorFiles, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, *, fetch: bool = True
 ) -> Fingerprint:
     """The fingerprint of a target. Reads a few MB, and fetches missing files unless `fetch` is off."""
+    require_text_alone(config)
     try:
         prefixes = model_spec(config).prefixes((0, config.num_hidden_layers - 1))
     except UserError:  # its layers are unknown: all tensors

@@ -12,6 +12,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from outrider.base.errors import UserError
 from outrider.base.files import read_mapping
 from outrider.draft_models.formats.convert import locate_file
+from outrider.draft_models.formats.gguf_config import read_special_ids
 from outrider.draft_models.formats.gguf_file import find_gguf, open_gguf
 from outrider.draft_models.formats.stored_tensors import CONFIG_FILE, GENERATION_FILE
 from outrider.draft_models.targets.attention import leave_out_cudnn
@@ -102,6 +103,6 @@ def _read_gguf(path: Path) -> dict[str, object]:
     file = open_gguf(path)
     family = file.get("general.architecture", str)
     keys = {"hidden_size": f"{family}.embedding_length", "max_position_embeddings": f"{family}.context_length"}
-    keys |= {"eos_token_id": "tokenizer.ggml.eos_token_id"}
     fields = {name: value for name, key in keys.items() if (value := file.get(key, int, None)) is not None}
-    return {"vocab_size": len(file.texts("tokenizer.ggml.tokens")), **fields}
+    ends = {name: value for name, value in read_special_ids(file).items() if name in _READ and value is not None}
+    return {"vocab_size": len(file.texts("tokenizer.ggml.tokens")), **fields, **ends}

@@ -108,6 +108,8 @@ def request_answers(
                 answer = replace(like, prompt_ids=[*ids], output_ids=[*reply.tokens], retokenised=reply.retokenised)
                 answers.append(with_ids(answer, target))  # so that what is written can be read
         write_atomically(file, as_json_lines(asdict(answer) for answer in answers))
+        if server.refusal is not None:
+            raise server.refusal
     require(bool(answers), "server", config.server, "one that answers a prompt; resume=true asks again")
     answered = {tuple(answer.prompt_ids) for answer in answers}
     return {"prompts": len(prompts), "unanswered": len(prompts.keys() - answered)}

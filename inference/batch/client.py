@@ -1,7 +1,11 @@
 """HTTP to a server: time limits, retries, streams. The key in OPENAI_API_KEY goes to no other server."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from threading import Thread
 from typing import Any, TypeVar
 
 import httpx
@@ -52,6 +56,31 @@ def lines_of(response: httpx.Response) -> Iterator[bytes]:
     yield tail
 
 
+def ask_together(requests: Sequence[Callable[[], Reply]], at_once: int) -> list[Reply]:
+    """The replies to `requests`, of which at most `at_once` run at a time. Raises what a request raises.
+
+    After an error, or Ctrl-C, nothing waits for the requests that are still running: a server may hang.
+    """
+    replies: list[Future[Reply]] = [Future() for _ in requests]
+    todo = deque(zip(replies, requests, strict=True))
+
+    def work() -> None:
+        while todo:
+            with suppress(IndexError):  # another thread took the last one
+                reply, request = todo.popleft()
+                try:
+                    reply.set_result(request())
+                except BaseException as error:
+                    reply.set_exception(error)
+
+    for _ in range(min(at_once, len(requests))):
+        Thread(target=work, daemon=True).start()
+    try:
+        return [reply.result() for reply in replies]
+    finally:
+        todo.clear()
+
+
 class Client:
     """Asks the server at `url`; any thread may. label: the option that gives it, for errors. timeout: seconds without a
     byte from it; retries: how often a failed request is repeated by `retry`, after a pause.
@@ -100,5 +129,5 @@ class Client:
             except ReplyError as error:
                 if not retries or not error.retry:
                     raise
-                time.sleep(min(seconds if error.wait is None else error.wait, LONGEST_PAUSE))
+                time.sleep(min(max(seconds, error.wait or 0.0), LONGEST_PAUSE))
                 retries, seconds = retries - 1, 2 * seconds

@@ -61,7 +61,10 @@ class Shard:
         return len(self.responses) + len(self.skipped)
 
     def save(self, folder: Path, number: int) -> None:
-        """Write it as shard `number`. Raises `UserError` if it cannot be written; the shard then does not exist."""
+        """Write it as shard `number`, in the order of the ids, which are hashes: a part of it is a fair sample.
+
+        Raises `UserError` if it cannot be written; the shard then does not exist.
+        """
         top_k: dict[str, torch.Tensor] = {}
         for record, top in self.responses:
             if top is not None:
@@ -71,7 +74,7 @@ class Shard:
             write_atomically(_shard_file(folder, "responses", number, "safetensors"), save(top_k))
         if self.skipped:
             write_atomically(_shard_file(folder, "skipped", number, "jsonl"), as_json_lines(self.skipped))
-        records = [response.record for response in self.responses]
+        records = sorted((response.record for response in self.responses), key=lambda record: str(record["id"]))
         write_atomically(_shard_file(folder, "responses", number, "jsonl"), as_json_lines(records))
 
 

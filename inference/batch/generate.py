@@ -1,6 +1,7 @@
 """Self-distillation text: the target's own answers to the prompts of a data set (EESD, section 3.2)."""
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -179,12 +180,13 @@ def _write_summary(folder: Path, todo: Todo, rate: float) -> None:
 def batch_tasks(tasks: Iterable[Task], config: GenerateConfig) -> list[list[Task]]:
     """The tasks in batches of similar prompt lengths.
 
-    Longest prompts come first, so that a batch too large for memory fails at once. With `minutes` the batches are
-    ordered by the prompts' hashes, so that the prompts answered within the time are of all lengths.
+    They are ordered by hashes of prompts, so that the first answers of a run are to prompts of all lengths. But without
+    `minutes` the longest prompts come first, so that a batch too large for memory fails at once.
     """
     ordered = sorted(tasks, key=lambda task: (-len(task.prompt), task.id))
     groups = [ordered[start : start + config.batch_size] for start in range(0, len(ordered), config.batch_size)]
-    return groups if config.minutes is None else sorted(groups, key=lambda batch: batch[0].id)
+    first = 0 if config.minutes is not None else 1
+    return groups[:first] + sorted(groups[first:], key=lambda batch: batch[0].id)
 
 
 @dataclass
@@ -212,12 +214,14 @@ class Answering:
     def run(self) -> float:
         """Answer as many tasks as the limit allows; returns tokens per second."""
         groups, begun = batch_tasks(self.todo.tasks, self.config), 0
-        with Stage("answering", len(self.todo.tasks), "prompts", estimate=self._estimate) as stage:
+        with Stage("answering", len(self.todo.tasks), "prompts", estimate=self._estimate) as stage, self._saving():
             while begun < len(groups):
                 end = begun + self._groups_together(begun)
                 batch = [task for group in groups[begun:end] for task in group]
                 begun = min(end, len(groups))
                 self._answer(batch)
+                if self.responder is not None and self.responder.refusal is not None:
+                    raise self.responder.refusal
                 stage.advance(len(batch))
                 self._print_progress(batch, is_first=begun == 1)
                 if len(self.shard) >= self.config.shard_size or self._seconds() - self.seconds_saved > SAVE_SECONDS:
@@ -225,12 +229,22 @@ class Answering:
                 if not self.limit.holds(self.limit.spent(), self._seconds() / begun):  # seconds of a batch so far
                     self._print_end(is_first=begun == 1)
                     break
-        if len(self.shard):
-            self._save()
         if self.unanswered:
             why = "of a server that failed or a batch too slow for minutes="
             print(f"unanswered={self.unanswered} prompts, {why}; resume=true asks for them again", flush=True)
         return self.tokens / max(self._seconds(), 1e-9)
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        """Write what is collected as the last shard; if an error ends the run, only with a response in it."""
+        try:
+            yield
+        except BaseException:
+            if self.shard.responses:
+                self._save()
+            raise
+        if len(self.shard):
+            self._save()
 
     def _groups_together(self, begun: int) -> int:
         """How many batches to answer together after `begun` ones: at most a shard, and half of the remaining time."""
@@ -255,9 +269,10 @@ class Answering:
     def _save(self) -> None:
         """Write the collected responses as a shard."""
         self.shard.save(self.folder, next(self.shard_numbers))
+        self.shard = Shard()
         if self.is_main:
             write_json(self.folder / SECONDS_FILE, {"seconds": self.limit.spent()})
-        self.shard, self.seconds_saved = Shard(), self._seconds()
+        self.seconds_saved = self._seconds()
 
     def _seconds(self) -> float:
         """Seconds of this run alone."""

@@ -8,6 +8,7 @@ from dataclasses import asdict
 import torch
 from transformers import PreTrainedModel
 
+from outrider.base.errors import UserError
 from outrider.data_prep.text.chat import answer_text, describe_difference
 from outrider.data_prep.text.documents import origin_digests
 from outrider.data_prep.text.records import Written, text_digest
@@ -70,9 +71,16 @@ class Responder:
         if self.by_layers is not None:
             self._converse(self.by_layers, waiting)
             return
-        while waiting:
+        while waiting and not self.refusal:
             answers = self.generator.answer([task.prompt for task in waiting], [self._draws(task) for task in waiting])
             waiting = [task for task, answer in zip(waiting, answers, strict=True) if self._take(task, answer)]
+        for task in waiting:
+            task.problem = UNANSWERED
+
+    @property
+    def refusal(self) -> UserError | None:
+        """Why the server will answer no further prompt; None if it will, and for a target here."""
+        return self.generator.refusal if isinstance(self.generator, TargetServer) else None
 
     def _converse(self, generator: Generator, tasks: Sequence[Task]) -> None:
         """`answer` over layers."""

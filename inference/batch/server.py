@@ -11,7 +11,6 @@ and, with llama.cpp, for a sampled token outside the top list.
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from outrider.base.errors import UserError
 from outrider.base.files import parse_json
 from outrider.base.settings import construct
-from outrider.inference.batch.client import UNANSWERED, Client, ReplyError, lines_of, read_json
+from outrider.inference.batch.client import UNANSWERED, Client, ReplyError, ask_together, lines_of, read_json
 from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.batch.tasks import Answer, TopK
 
@@ -53,8 +52,9 @@ class TargetServer:
     not the likeliest; False for an audit. option: the name of the option, for errors. owner: the engine's name for
     itself.
 
-    The constructor raises `UserError` for a server that cannot be reached or lacks what the run needs; `answer` raises
-    it when too many prompts have failed.
+    refusal: why it will answer no further prompt, once that is so. The answers that it gave before are not lost.
+
+    The constructor raises `UserError` for a server that cannot be reached or lacks what the run needs.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class TargetServer:
         self.config, self.tokenizer, self.eos, self.vocabulary = config, tokenizer, frozenset(eos), vocabulary
         self.checked, self.setting, self._prompt_count, self._failed_count = checked, f"{option}={config.server}", 0, 0
         self.client = Client(config.server, self.setting, config.server_timeout, config.server_retries)
+        self.refusal: UserError | None = None
         try:
             self.model, self.context = self._find_model(context)
             self._try_out()
@@ -79,18 +80,16 @@ class TargetServer:
             raise UserError(f"{self.setting}: {error}; see docs/data.md for servers") from None
 
     def answer(self, prompts: Sequence[Sequence[int]], draws: Sequence[Tensor]) -> list[Answer]:
-        """Continue each prompt by at most as many tokens as it has uniform `draws`; the first determines its seed."""
-        with ThreadPoolExecutor(self.config.concurrency) as pool:
-            jobs = [pool.submit(self._answer, list(ids), numbers) for ids, numbers in zip(prompts, draws, strict=True)]
-            try:
-                answers = [job.result() for job in jobs]
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        """Continue each prompt by at most as many tokens as it has uniform `draws`; the first determines its seed.
+
+        Sets `refusal` if the server refuses a request, or too many prompts have failed.
+        """
+        requests = [partial(self._answer, [*ids], numbers) for ids, numbers in zip(prompts, draws, strict=True)]
+        answers = ask_together(requests, self.config.concurrency)
         failed = [failure for failure, _ in answers if failure is not None and failure.failure == UNANSWERED]
         self._prompt_count, self._failed_count = self._prompt_count + len(answers), self._failed_count + len(failed)
         if self._failed_count > max(_FAILED_FEW, _FAILED_SHARE * self._prompt_count):
-            raise UserError(
+            self.refusal = self.refusal or UserError(
                 f"{self.setting}: {self._failed_count} of {self._prompt_count} prompts failed, the last one by: "
                 f"{failed[-1]}; mend the server and go on with resume=true"
             )
@@ -166,6 +165,8 @@ class TargetServer:
 
     def _answer(self, prompt: list[int], draws: Tensor) -> tuple[ReplyError | None, Answer]:
         """(error or None, answer): a greedy request, then a sampled one after it. An error has the answer's failure."""
+        if self.refusal is not None:
+            return ReplyError(str(self.refusal)), Answer(failure=UNANSWERED)
         budget, seed = len(draws), int(draws[0] * 2**31)
         greedy_count = budget if self.config.temperature == 0 else min(self.config.greedy_tokens, budget)
         try:
@@ -175,6 +176,9 @@ class TargetServer:
             second = self._ask([*prompt, *first.tokens], budget - greedy_count, seed, greedy=False)
         except ReplyError as error:
             return error, Answer(failure=error.failure)
+        except UserError as error:
+            self.refusal = error
+            return ReplyError(str(error)), Answer(failure=UNANSWERED)
         top = second.top if first.top is None or second.top is None else first.top.then(second.top)
         return None, Answer((*first.tokens, *second.tokens), second.ended, top, second.retokenised)
 

@@ -40,7 +40,7 @@ from outrider.inference.measure.replay import replay_chains
 from outrider.inference.measure.results import PromptResult, finished_results
 from outrider.inference.measure.threads import judge_load
 from outrider.inference.report.served import EngineRun, served_row
-from outrider.inference.report.types import DRAFTED, PLAIN, UNREAD, ServedJudgement
+from outrider.inference.report.types import DRAFTED, NOT_LOSSLESS, PLAIN, UNREAD, ServedJudgement
 from outrider.inference.settings.engine import EngineConfig, draft_length
 from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import MethodConfig
@@ -60,7 +60,8 @@ def evaluate_in_engine(config: EngineConfig, prompts: Sequence[Prompt]) -> None:
     with begin_evaluation(config, prompts) as plan:
         require_served(config, plan.setup, len(prompts), plan.processes.num_processes)
         queue = open_queue(plan)
-        export_drafters(config, plan.setup, plan.out_dir)
+        # If nothing is measured, a stopped run may have exported other drafters.
+        export_drafters(config, plan.setup, plan.out_dir, anew=queue.prepared is None)
         prepared = measure_prompts(plan, queue)
         plan.drafters.clear()
         gc.collect()
@@ -95,6 +96,8 @@ def serve_methods(config: EngineConfig, plan: EvaluationPlan) -> dict[str, Engin
     for name, method in methods.items():
         runs = (_collect_run(config, plan.setup, served, name, method, requests) for requests in config.concurrency)
         rows = tuple(served_row(run, streams.within(name, run.concurrency)) for run in runs)
+        if (judged := judgements.get(name, {}).get(DRAFTED)) and judged.faults:
+            rows = tuple(replace(row, verdict=NOT_LOSSLESS) for row in rows)
         parts[name] = EnginePart(rows, judgements.get(name))
     return parts
 

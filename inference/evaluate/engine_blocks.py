@@ -7,6 +7,7 @@ Example: 24 prompts, concurrency=[1,4], repeats=1 → 24 blocks of one prompt, t
 """
 
 import json
+import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -229,9 +230,14 @@ def _weights_for_engines(setup: TargetSetup, folder: Path) -> tuple[str, str | N
     return str(target), None
 
 
-def export_drafters(config: EngineConfig, setup: TargetSetup, out: Path) -> None:
-    """Write the drafters that the engine of `config` loads. Raises `UserError` for one that no engine runs."""
+def export_drafters(config: EngineConfig, setup: TargetSetup, out: Path, *, anew: bool = False) -> None:
+    """Write the drafters that the engine of `config` loads. anew: those that are there are replaced.
+
+    Raises `UserError` for one that no engine runs.
+    """
     (out / FOLDER).mkdir(exist_ok=True)
+    for source in {method.source for method in config.methods.values()} if anew else ():
+        shutil.rmtree(out / FOLDER / source, ignore_errors=True)
     for method in config.methods.values():
         if config.engine in MODULES and refusal_of(config.engine, method) is None:
             _export_drafter(config, setup, method, out / FOLDER)

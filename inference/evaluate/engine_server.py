@@ -4,14 +4,14 @@ import re
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from outrider.base.errors import UserError, require
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.targets.model_spec import context_limit
-from outrider.inference.batch.client import ReplyError, bounded_parts
+from outrider.inference.batch.client import ReplyError, ask_together, bounded_parts
 from outrider.inference.batch.server import RETOKENISED, Json, Streamed, TargetServer
 from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.core.rounds import Generation
@@ -76,8 +76,8 @@ class EngineServer:
             return self._server.stream([*prompt], request["max_new_tokens"], seed % 2**31, **more)
 
         old_counters, started = self._read_counters(), time.perf_counter()
-        with ThreadPoolExecutor(request["concurrency"]) as pool:
-            answers = [*pool.map(ask, prompts, request["seeds"])]
+        requests = [partial(ask, prompt, seed) for prompt, seed in zip(prompts, request["seeds"], strict=False)]
+        answers = ask_together(requests, request["concurrency"])
         seconds, texts = time.perf_counter() - started, tuple(_generation(answer, drafted) for answer in answers)
         self.counts = self._count_rounds(old_counters, [reply for *_, reply in answers], drafted, texts)
         return texts, seconds

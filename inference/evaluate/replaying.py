@@ -30,9 +30,10 @@ from outrider.inference.measure.recordings import (
 )
 from outrider.inference.measure.replay import load_replayed, replay_turns
 from outrider.inference.measure.replay_report import MethodReplay, replay_report, write_replay
-from outrider.inference.measure.server_costs import ServerCosts, expect_speedup, measure_server
-from outrider.inference.settings.engine import with_lengths
+from outrider.inference.measure.server_costs import WIDTHS, ServerCosts, expect_speedup, measure_drafter, measure_server
+from outrider.inference.settings.engine import draft_length, refusal_of, with_lengths
 from outrider.inference.settings.evaluate import ReplayConfig
+from outrider.inference.settings.kinds import NGRAMS, SMALL_LM
 
 
 def replay_answers(config: ReplayConfig) -> list[MethodReplay]:
@@ -52,14 +53,18 @@ def replay_answers(config: ReplayConfig) -> list[MethodReplay]:
         else:
             turns = recordings(prompts, read_transcripts(config.transcripts), vocabulary)
         costs = None if config.server is None else time_server(config, turns)
+        drafted = time_drafter(config, turns) if costs is not None and config.draft_server is not None else ()
         drafters, session = load_replayed(config, vocabulary, turns)
         reports = []
         for name, method in with_lengths("", config.methods, config.draft_tokens).items():
             generations = replay_turns(name, method, drafters, turns, config, session)
             report = replay_report(name, method, turns, generations)
-            if costs is not None:
+            # No engine drafts trees, which n-grams do but for `draft_tokens`, and wider passes are not timed.
+            is_chain = refusal_of("", method) is None and (bool(config.draft_tokens) or method.source != NGRAMS.name)
+            if costs is not None and is_chain and draft_length(method) < WIDTHS[-1]:
                 streams = Streams(config.seed).within("expected", name)
-                report = replace(report, expected=expect_speedup(generations, costs, streams))
+                seconds = drafted if method.source == SMALL_LM.name else ()
+                report = replace(report, expected=expect_speedup(generations, costs, streams, seconds))
             reports.append(report)
         write_replay(config, out_dir, reports)
     return reports
@@ -68,15 +73,28 @@ def replay_answers(config: ReplayConfig) -> list[MethodReplay]:
 def time_server(config: ReplayConfig, turns: Sequence[RecordedTurn]) -> ServerCosts | None:
     """The costs of passes in the engine behind `config.server`, after recorded tokens; None, with a warning, if they
     cannot be timed. Raises `UserError` if the server does not answer."""
-    target = open_unseen(config.tokenizer)
-    settings = GenerateConfig(
-        tokenizer=config.tokenizer, server=config.server, server_model=config.server_model, data=DataConfig(),
-        greedy_tokens=0, temperature=0.0,
-    )  # fmt: skip
-    sizes = context_limit(target.config), target.config.vocab_size
-    server = TargetServer(settings, target.tokenizer, end_tokens(target), *sizes, checked=False)
+    server = _open_server(config, "server", config.server, config.server_model)
     try:
-        return measure_server(server, [token for turn in turns for token in (*turn.prompt, *turn.answer)])
+        return measure_server(server, _recorded_tokens(turns))
     except UserError as error:
         warn(f"no speed-up to expect: {error}")
         return None
+
+
+def time_drafter(config: ReplayConfig, turns: Sequence[RecordedTurn]) -> tuple[float, ...]:
+    """Seconds of a token of the small LM in the engine behind `config.draft_server`. Raises `UserError` if it does not
+    answer."""
+    return measure_drafter(_open_server(config, "draft_server", config.draft_server, None), _recorded_tokens(turns))
+
+
+def _open_server(config: ReplayConfig, option: str, url: str | None, model: str | None) -> TargetServer:
+    target = open_unseen(config.tokenizer)
+    settings = GenerateConfig(
+        tokenizer=config.tokenizer, server=url, server_model=model, data=DataConfig(), greedy_tokens=0, temperature=0.0
+    )
+    sizes = context_limit(target.config), target.config.vocab_size
+    return TargetServer(settings, target.tokenizer, end_tokens(target), *sizes, checked=False, option=option)
+
+
+def _recorded_tokens(turns: Sequence[RecordedTurn]) -> list[int]:
+    return [token for turn in turns for token in (*turn.prompt, *turn.answer)]

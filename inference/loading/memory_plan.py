@@ -15,9 +15,10 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from outrider.base.errors import UserError, reason
+from outrider.draft_models.targets.fingerprint import require_text_alone
 from outrider.draft_models.targets.int8 import int8_bytes, require_linear
 from outrider.draft_models.targets.model_files import empty_layers, empty_model
-from outrider.draft_models.targets.model_spec import context_limit, key_heads
+from outrider.draft_models.targets.model_spec import UNLIMITED, context_limit, key_heads
 from outrider.draft_models.targets.open_target import pick_device, pick_dtype
 from outrider.draft_models.targets.stack import LayerStack, WholeModel
 from outrider.draft_models.targets.target import Target
@@ -63,7 +64,9 @@ class Storage:
 
 
 def weight_bytes(model: PreTrainedConfig | nn.Module, storage: Storage) -> int:
-    """Bytes of a model's weights; shared ones count once."""
+    """Bytes of a model's weights; shared ones count once. Raises `UserError` for a model with other parts than text."""
+    if isinstance(model, PreTrainedConfig):
+        require_text_alone(model)
     module = model if isinstance(model, nn.Module) else empty_model(model)
     return storage.itemsize * sum(tensor.numel() for tensor in module.parameters())
 
@@ -117,15 +120,21 @@ def packed_copies(target: PreTrainedConfig, storage: Storage, device: torch.devi
     return [Memory(purpose, weight_bytes(target, storage)) for purpose in purposes if device.type == "cpu"]
 
 
-def evaluation_memory(config: EvaluateConfig, target: PreTrainedConfig) -> list[Memory]:
+def evaluation_memory(
+    config: EvaluateConfig, target: PreTrainedConfig, positions: int | None = None, stored_bytes: int = 0
+) -> list[Memory]:
     """The memory of each device in an evaluation: both targets and the drafters. Raises `UserError`.
 
     The runtime stores an int8 model's codes in the fastest layout, which may be floats: this is an upper bound.
+    positions: of the longest text; None: the target's context. stored_bytes: of the files of a target whose weights a
+    CPU runs as they are stored; 0: it does not.
     """
     device = planned_device(config.device)
-    storage = Storage.of(config.dtype, target, context_limit(target), device)
+    storage = Storage.of(config.dtype, target, min(context_limit(target), positions or UNLIMITED), device)
     int8 = f"target={config.target or config.early_exit}" if config.dtype == "int8" else ""
     parts = [*target_memory(target, storage, int8=int8), *packed_copies(target, storage, device)]
+    if stored_bytes:
+        parts = [Memory("target's weights as they are stored, and laid out for the runtime", 2 * stored_bytes)]
     parts.append(Memory("caches of plain decoding", cache_bytes(target, storage) + pass_bytes(target, storage)))
     for name, path in config.paths.items():
         parts += drafter_memory(KINDS[name], config.plugin(KINDS[name]), path, target, storage)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -138,10 +139,9 @@ def config_with_drafter(config: EvaluateConfig, setup: TargetSetup, checkpoint: 
         raise UserError(f"checkpoint={checkpoint}: {no_drafter_in(Path(checkpoint))}")
     [(name, method)] = config.methods.items()
     methods = {name: method} if method.source == kind.name else {kind.preset: preset(kind.preset)}
-    config = replace(
-        config, checkpoint=checkpoint, target=setup.target.source, small_lm=None, eagle3=None, dflash=None, table=None,
-        drafters={}, methods=methods,
-    )  # fmt: skip
+    no_others: dict[str, Any] = {str(k.option): None for k in KINDS.values() if hasattr(config, str(k.option))}
+    drafting = {**no_others, "checkpoint": checkpoint, "drafters": {}, "methods": methods}
+    config = replace(config, target=setup.target.source, **drafting)
     trained = replace(setup, trained=_templates_of_training(config, setup.target)).chat_template
     same = trained == setup.chat_template or {trained, setup.chat_template} == {"auto", "tokenizer"}
     require(same, "checkpoint", checkpoint, f"one trained on conversations that template={setup.chat_template} renders")

@@ -30,6 +30,7 @@ from outrider.inference.measure.prepared import Prepared, render
 from outrider.inference.measure.probe import tune
 from outrider.inference.measure.results import Arm, Choosing, MakeArms, PromptResult, Skipped
 from outrider.inference.measure.threads import CpuWatch
+from outrider.inference.measure.time_limit import spread_order
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS
@@ -75,6 +76,7 @@ class Bench:
     watch: CpuWatch
     batch: Batch | None
     alone: frozenset[str]
+    order: Sequence[int]
 
 
 def make_bench(
@@ -108,14 +110,21 @@ def make_bench(
         profilers = {name: synchronized[name] for name in (AUTOREGRESSIVE, *prepared.methods)}
     sampled = config.sampling.temperature > 0
     count = -(-JUDGED // config.batch)
-    judged = frozenset(i * (prompts // config.batch) // count for i in range(count))  # evenly spread over the groups
-    display_positions = frozenset(i * prompts // config.show_prompts for i in range(config.show_prompts))
+
+    def spread(total: int, count: int) -> frozenset[int]:
+        """`count` of `total`, evenly spread; the first that are measured where minutes may leave others out."""
+        even = (i * total // count for i in range(count))
+        return frozenset(even if config.minutes is None else spread_order(total)[:count])
+
+    groups = prompts // config.batch
+    order = range(groups) if config.minutes is None else spread_order(groups)
+    judged, display_positions = spread(groups, count), spread(prompts, config.show_prompts)
     # If an int8 model's arm ran the float weights by mistake, its text might still be equal by chance.
     judge = arms_with if sampled or setup.dtype in HALF or setup.int8 else None
     arms, watch = arms_for(config.max_new_tokens), CpuWatch()
     if setup.device.type == "cpu":
         arms[AUTOREGRESSIVE] = watch.around(arms[AUTOREGRESSIVE])
-    return Bench(arms, profilers, judged, judge, display_positions, arms_with, watch, batch, alone)
+    return Bench(arms, profilers, judged, judge, display_positions, arms_with, watch, batch, alone, order)
 
 
 def peak_memory(device: torch.device) -> int:
@@ -173,7 +182,7 @@ def measure_talks(
 ) -> None:
     """Run every turn of the talks through every arm; several talks are decoded together.
 
-    The first talk's index and the turn determine which arm runs first, in any process.
+    The place of the group in the order of measuring and the turn determine which arm runs first, in any process.
     """
     index = talks[0].position // config.batch
     group = None if bench.batch is None else f"{index} {talks[0].prompt.id}"
@@ -184,7 +193,7 @@ def measure_talks(
             return
         queries = [replace(turn, group=group) for _, turn in turns]
         results = run_arms(
-            bench.arms, queries, repeats=config.repeats, turn=index + number, seed=config.seed,
+            bench.arms, queries, repeats=config.repeats, turn=bench.order.index(index) + number, seed=config.seed,
             profilers=bench.profilers, batch=bench.batch, alone=bench.alone,
         )  # fmt: skip
         results = with_deviations(config, models, bench, index, results)

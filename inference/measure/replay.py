@@ -35,7 +35,7 @@ from outrider.inference.measure.recordings import (
     Vocabulary,
 )
 from outrider.inference.serving.proposer import chain_rounds
-from outrider.inference.settings.engine import draft_length
+from outrider.inference.settings.engine import draft_length, refusal_of
 from outrider.inference.settings.evaluate import ReplayConfig
 from outrider.inference.settings.kinds import SMALL_LM
 from outrider.inference.settings.method import MethodConfig
@@ -161,7 +161,8 @@ def replay_turns(
     generations = []
     table = drafters.get(method.source)
     for turn in track_progress(turns, f"replaying by {name}", "turns"):
-        if config.draft_tokens and isinstance(table, TrigramTable):  # it drafts chains in an engine, but trees here
+        in_engine = bool(config.draft_tokens) and refusal_of("", method) is None
+        if in_engine and isinstance(table, TrigramTable):  # it drafts chains in an engine, but trees here
             generations.append(replay_chains(table, turn.prompt, turn.answer, draft_length(method)))
             continue
         drafter = new_drafter(method, drafters, Streams(config.seed, turn.id).within(name))

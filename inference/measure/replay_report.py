@@ -91,7 +91,8 @@ def replay_report(
 def write_replay(config: ReplayConfig, out_dir: Path, reports: Sequence[MethodReplay]) -> None:
     table = replay_markdown(reports, config.transcripts)
     write_atomically(out_dir / "report.md", table.encode())
-    keys = ("transcripts", "tokenizer", "max_new_tokens", "seed", "table", "small_lm", "server", "server_model")
+    keys = ("transcripts", "tokenizer", "max_new_tokens", "seed", "table", "small_lm", "server", "server_model",
+            "draft_server")  # fmt: skip
     facts = {
         "target": "replay",
         **{key: getattr(config, key) for key in keys},
@@ -110,6 +111,6 @@ def replay_markdown(reports: Sequence[MethodReplay], transcripts: str) -> str:
     unsure = first.turns - first.greedy_turns
     kind = f"teacher-forced, as {unsure} turns are not known to be greedy" if unsure else "greedy"
     summary = f"{first.turns} turns, {first.tokens} tokens, {kind}; {first.loops}."
-    there = {"speed-up there [95 %]": ("{expected:interval}", "")} if first.expected else {}
+    there = {"speed-up there [95 %]": ("{expected:interval}", "")} if any(r.expected for r in reports) else {}
     table = fill_table({**REPLAYED, **there, **groups}, [vars(report) for report in reports])
     return "\n".join([f"# Replay of {Path(transcripts).name}", "", summary, "", *table.markdown(), ""])

@@ -7,7 +7,8 @@ answer lies a pass over one. Hence
     pass(w) = seconds between tokens + t(w) − t(1)
 
 A pass that verifies a draft computes logits of all its rows, and here only of the last. So beside a large vocabulary
-the passes of a small model come out too cheap.
+the passes of a small model come out too cheap. A server that runs the drafter alone tells what a drafted token takes in
+its engine.
 """
 
 from collections import Counter
@@ -53,14 +54,14 @@ class ServerCosts:
 
     def passes(self, random: np.random.Generator | None = None) -> np.ndarray:
         """Seconds [W + 1] of a pass over 0 … W tokens, linear between `WIDTHS`; random: of resampled turns."""
-
-        def median(seconds: Sequence[float]) -> float:
-            drawn = seconds if random is None else random.choice(seconds, len(seconds))
-            return float(np.median(drawn))
-
-        token, single = median(self.token), median(self.first[1])
-        measured = [token, *(max(token, token + median(self.first[width]) - single) for width in WIDTHS[1:])]
+        token, single = _median(self.token, random), _median(self.first[1], random)
+        measured = [token, *(max(token, token + _median(self.first[width], random) - single) for width in WIDTHS[1:])]
         return np.interp(range(WIDTHS[-1] + 1), WIDTHS, np.maximum.accumulate(measured))
+
+
+def _median(seconds: Sequence[float], random: np.random.Generator | None) -> float:
+    """random: of resampled turns."""
+    return float(np.median(seconds if random is None else random.choice(seconds, len(seconds))))
 
 
 def measure_server(server: TimedServer, prompt: Sequence[int], seed: int = 0) -> ServerCosts:
@@ -69,7 +70,7 @@ def measure_server(server: TimedServer, prompt: Sequence[int], seed: int = 0) ->
     Raises `UserError` if the server computes a known prompt again.
     """
     random = Streams(seed).arrays("server costs")
-    repeated = [*np.resize(prompt, PROMPT_TOKENS).tolist()]
+    repeated = _repeat(prompt)
 
     def seconds_to_first(tokens: list[int]) -> float:
         _, _, times, _ = server.stream(tokens, 1, seed, cache_prompt=True)  # llama.cpp's option
@@ -86,8 +87,7 @@ def measure_server(server: TimedServer, prompt: Sequence[int], seed: int = 0) ->
     for turn in track_progress(range(TURNS), "measuring passes of the server", "turns"):
         for width in WIDTHS if turn % 2 else reversed(WIDTHS):
             first_seconds[width].append(seconds_to_first([*repeated, *new_tokens(width)]))
-        _, steps, times, _ = server.stream(repeated, ANSWER_TOKENS, seed, ignore_eos=True, cache_prompt=True)
-        token_seconds.append((times[-1] - times[1]) / max(1, sum(map(len, steps[1:]))))
+        token_seconds.append(_time_token(server, repeated, seed))
         if turn < TURNS // 3:
             unknown_seconds.append(seconds_to_first(new_tokens(PROMPT_TOKENS)))
     if np.median(first_seconds[1]) > CACHED_SHARE * np.median(unknown_seconds):
@@ -98,28 +98,51 @@ def measure_server(server: TimedServer, prompt: Sequence[int], seed: int = 0) ->
     return ServerCosts(tuple(token_seconds), {width: tuple(seconds) for width, seconds in first_seconds.items()})
 
 
-def expect_speedup(generations: Sequence[Generation], costs: ServerCosts, streams: Streams) -> MedianInterval:
+def measure_drafter(server: TimedServer, prompt: Sequence[int], seed: int = 0) -> tuple[float, ...]:
+    """Seconds of a token in each turn, of the drafter that `server` runs in the target's place."""
+    repeated = _repeat(prompt)
+    turns = track_progress(range(TURNS), "measuring tokens of the drafter's server", "turns")
+    return tuple(_time_token(server, repeated, seed) for _ in turns)
+
+
+def _repeat(prompt: Sequence[int]) -> list[int]:
+    repeated: list[int] = np.resize(prompt, PROMPT_TOKENS).tolist()
+    return repeated
+
+
+def _time_token(server: TimedServer, prompt: list[int], seed: int) -> float:
+    """Seconds between two tokens of an answer to `prompt`."""
+    _, steps, times, _ = server.stream(prompt, ANSWER_TOKENS, seed, ignore_eos=True, cache_prompt=True)
+    return (times[-1] - times[1]) / max(1, sum(map(len, steps[1:])))
+
+
+def expect_speedup(
+    generations: Sequence[Generation], costs: ServerCosts, streams: Streams, drafted: Sequence[float] = ()
+) -> MedianInterval:
     """The speed-up over plain decoding that replayed rounds would have in the engine: median over texts, 95 % interval.
 
-    The interval has the choice of texts and of turns. Drafting takes the seconds that it took in the replay.
+    The interval has the choice of texts and of turns. drafted: seconds of a drafted token in the engine, of each turn;
+    if there are none, drafting takes the seconds that it took in the replay.
     """
-    texts = [_count_rounds(generation.rounds) for generation in generations if generation.rounds]
-    rounds = np.array([widths for widths, _, _ in texts])  # [texts, W + 1]
-    drafting = np.array([seconds for _, seconds, _ in texts])  # [texts]
-    tokens = np.array([count for _, _, count in texts])  # [texts]
+    texts = [generation.rounds for generation in generations if generation.rounds]
+    rounds = np.array([_count_widths(text) for text in texts])  # [texts, W + 1]
+    replayed = np.array([sum(r.draft_seconds + r.structure_seconds for r in text) for text in texts])  # [texts]
+    drafted_tokens = np.array([sum(r.drafted for r in text) for text in texts])  # [texts]
+    tokens = np.array([sum(len(r.tokens) for r in text) for text in texts])  # [texts]
 
-    def ratios(seconds: np.ndarray) -> np.ndarray:
+    def ratios(random: np.random.Generator | None = None) -> np.ndarray:
+        seconds = costs.passes(random)
+        drafting = drafted_tokens * _median(drafted, random) if drafted else replayed
         faster: np.ndarray = tokens * seconds[1] / (rounds @ seconds + drafting)
         return faster
 
     random = streams.arrays("expected speed-up")
-    medians = [np.median(random.choice(ratios(costs.passes(random)), len(texts))) for _ in range(DRAWS)]
+    medians = [np.median(random.choice(ratios(random), len(texts))) for _ in range(DRAWS)]
     low, high = np.quantile(medians, (0.025, 0.975)).tolist()
-    return MedianInterval(float(np.median(ratios(costs.passes()))), (low, high), len(texts))
+    return MedianInterval(float(np.median(ratios())), (low, high), len(texts))
 
 
-def _count_rounds(rounds: Sequence[Round]) -> tuple[list[int], float, int]:
-    """Of a text: its rounds by the tokens of the target's pass, the seconds of drafting, and the tokens."""
+def _count_widths(rounds: Sequence[Round]) -> list[int]:
+    """The rounds [W + 1] of a text by the tokens of the target's pass."""
     widths = Counter(min(1 + round_.drafted, WIDTHS[-1]) for round_ in rounds)
-    drafting = sum(round_.draft_seconds + round_.structure_seconds for round_ in rounds)
-    return [widths[width] for width in range(WIDTHS[-1] + 1)], drafting, sum(len(round_.tokens) for round_ in rounds)
+    return [widths[width] for width in range(WIDTHS[-1] + 1)]

@@ -18,7 +18,7 @@ from outrider.base.words import Columns, fill_table, list_words
 from outrider.inference.measure.results import REPORT_FILE, PromptResult, read_results
 from outrider.inference.measure.speed import decoding, median_of, select_timed
 from outrider.inference.measure.statistics import Loops, MedianInterval, count_loops, judge_speed, loop_length
-from outrider.inference.report.types import MethodReport, read_reports, to_json
+from outrider.inference.report.types import NOT_LOSSLESS, TARGET_DIFFERS, MethodReport, read_reports, to_json
 from outrider.inference.settings.method import AUTOREGRESSIVE
 from outrider.inference.settings.tools import CompareConfig
 
@@ -155,8 +155,9 @@ def shared_prompts(before: Evaluation, after: Evaluation) -> list[str]:
 
 def list_differences(before: Evaluation, after: Evaluation) -> dict[str, tuple[object, object]]:
     """Differences of the two runs other than methods: settings and facts that a reader must know."""
-    keys = ("target", "drafter", "dtype", "device", "runtime", "kernels", "temperature", "max_new_tokens", "machine",
-            "made_with", "digests", "seed")  # fmt: skip
+    keys = ("target", "drafter", "dtype", "device", "runtime", "kernels", "temperature", "sampling",
+            "generation_config", "template", "max_new_tokens", "texts_at_once", "processes", "machine", "made_with",
+            "digests", "seed")  # fmt: skip
     facts_before, facts_after = ({**vars(run.first.conditions), **vars(run.first)} for run in (before, after))
     return {key: (facts_before[key], facts_after[key]) for key in keys if facts_before[key] != facts_after[key]}
 
@@ -171,9 +172,13 @@ def compare_methods(
 
     def ratio(figure: Figure, fair: Sequence[str] = fair) -> MedianInterval:
         values = [figure(after.results[name], arm_after) / figure(before.results[name], arm_before) for name in fair]
-        return median_of([before.results[name] for name in fair], values, streams.within(figure.__name__))
+        sides = [[run.results[name] for name in fair] for run in (before, after)]
+        coarser = min(sides, key=lambda results: len({result.unit for result in results}))
+        return median_of(coarser, values, streams.within(figure.__name__))
 
     gain = ratio(_speedup, [name for name in fair if not any(map(loop_length, texts[name]))])
+    verdicts = {report.verdict for run, arm in arms if (report := run.reports.get(arm)) is not None}
+    wrong = next((verdict for verdict in (TARGET_DIFFERS, NOT_LOSSLESS) if verdict in verdicts), None)
     return MethodsCompared(
         pair=pair,
         gain=ratio(_speedup),
@@ -182,7 +187,7 @@ def compare_methods(
         seconds=ratio(_speed),
         tau=ratio(_tau),
         same_text=sum(first == second for first, second in texts.values()),
-        verdict=judge_speed(gain, before.busy or after.busy),
+        verdict=wrong or judge_speed(gain, before.busy or after.busy),
     )
 
 

@@ -243,4 +243,4 @@ def wrong_arms(reports: Sequence[MethodReport]) -> list[str]:
     """The arms whose texts are not the target's, for a warning."""
     if reports[0].verdict == TARGET_DIFFERS:
         return ["the target's own run, plain decoding,"]
-    return [report.method for report in reports if report.verdict == NOT_LOSSLESS]
+    return [report.method for report in reports if report.verdict == NOT_LOSSLESS or report.served_faults]

@@ -22,7 +22,7 @@ from outrider.inference.measure.results import PromptResult
 from outrider.inference.measure.speed import speedup, without_loops
 from outrider.inference.measure.statistics import MIN_PROMPTS, MachineLoad, count_loops, decode_statistics, judge_speed
 from outrider.inference.report.tables import METHODS
-from outrider.inference.report.types import DRAFTED, PLAIN, UNREAD, DepthShare, MethodReport, ServedRow
+from outrider.inference.report.types import DRAFTED, NOT_LOSSLESS, PLAIN, UNREAD, DepthShare, MethodReport, ServedRow
 from outrider.inference.settings.kinds import EAGLE3, KINDS
 from outrider.inference.settings.method import AUTOREGRESSIVE
 
@@ -264,7 +264,8 @@ def schedule_lines(reports: Sequence[MethodReport]) -> list[str]:
     lines: list[str] = []
     for kind in dict.fromkeys(source_of(report) for report in reports if report.served):
         rows = [row for report in reports if source_of(report) == kind for row in report.served or ()]
-        if any(row.load.busy or row.speedup_without_loops.prompts < MIN_PROMPTS for row in rows):
+        too_few = any(row.load.busy or row.speedup_without_loops.prompts < MIN_PROMPTS for row in rows)
+        if too_few or any(row.verdict == NOT_LOSSLESS for row in rows):
             continue  # then nothing can be faster
         k_ranges, lengths = choose_lengths(rows), sorted({row.draft_tokens for row in rows})
         usual = _USUAL_LENGTH if _USUAL_LENGTH in lengths else lengths[len(lengths) // 2]

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from outrider.base.errors import reason, warn
 from outrider.base.files import require_writable, write_atomically, write_json
 from outrider.base.streams import Streams
 from outrider.base.wandb_config import ID_FILE, WandbConfig
@@ -90,7 +91,11 @@ def log_reports(
     import wandb
 
     options = {**config.init_options(out_dir), "job_type": "evaluate", "config": dict(settings)}
-    run = wandb.init(project=config.project, **options)
+    try:
+        run = wandb.init(project=config.project, **options)
+    except wandb.Error as error:  # the report is written
+        warn(f"wandb.mode: {reason(error)}; wandb login, or wandb.mode=offline, and resume=true logs the report")
+        return
     (out_dir / ID_FILE).write_text(run.id, "utf-8")
     rows = [headline_figures(report) for report in reports]
     for figures in rows:

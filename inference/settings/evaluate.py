@@ -256,6 +256,8 @@ class ReplayConfig(Drafting, Settings):
     """URL of an OpenAI-compatible server that runs the target: requests time its passes, and the report has the
     speed-up that each method would have there; at most 16 tokens a pass"""
     server_model: str | None = free(None, "the target's name there; null: the first one that it lists")
+    draft_server: Url | None = free(None)
+    """URL of such a server that runs the exported small LM instead: a drafted token takes the time of its token"""
     max_new_tokens: Annotated[int, Ge(2)] = opt(128, "of an answer; a longer recorded answer is replayed whole")
     threads: Count | None = opt(None, "of the CPU; null: torch's choice")
     seed: int = opt(0, "of what searches draw")
@@ -264,7 +266,9 @@ class ReplayConfig(Drafting, Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_drafters()
-        self.require("server_model", self.server is not None or self.server_model is None, "null without server=URL")
+        for option, setting in (("server_model", self.server_model), ("draft_server", self.draft_server)):
+            self.require(option, self.server is not None or setting is None, "null without server=URL")
+        self.require("draft_server", not self.draft_server or self.small_lm is not None, "null without small_lm")
 
     def _check_methods(self) -> None:
         for name, method in self.methods.items():

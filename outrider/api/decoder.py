@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Self, overload
 
+import torch
 from annotated_types import Ge, Le
 from transformers import PreTrainedTokenizerBase
 
@@ -304,7 +305,7 @@ class Decoder:
         decoder.config = config
         decoder.drafters = load_drafters(decoder.config, setup.target, dtype=setup.dtype, device=setup.device)
         for kind, model in decoder.drafters.items():
-            self._worker.do(functools.partial(kinds.KINDS[kind].load_plugin().prepare, model, self.stack))
+            self._worker.do(functools.partial(self._prepare, kind, model))
         decoder.budget = budget_of(self.stack, decoder.drafters, self.budget.most)
         batch = self._worker.batch
         batch.budget = max(batch.budget or self.budget, decoder.budget)
@@ -352,6 +353,7 @@ class Decoder:
         logprobs: int | None,
     ) -> Iterator[Round]:
         """The rounds of a text after `ids`, in the worker's thread; the other arguments as of `rounds`."""
+        _use_device(self.setup.device)
         sampled = text.sampling.temperature > 0
         sampler, chance = text.sampler(ids, self.setup.device), streams.of("verify") if sampled else None
         selector = TokenSelector(sampler, chance, self.method.verification)
@@ -365,8 +367,14 @@ class Decoder:
             decode = functools.partial(autoregressive, self.stack)
         batch = self._worker.batch
         rounds = decode(ids, max_new_tokens=text.max_new_tokens, eos=text.eos, selector=selector, runtime=batch)
+        rounds = _rounds_on(self.setup.device, rounds)
         rounds = cut_at_stop(rounds, ids, rule.first_end) if rule is not None else rounds
         return selector.score_rounds(rounds) if isinstance(selector, ScoringSelector) else rounds
+
+    def _prepare(self, kind: str, model: object) -> None:
+        """Prepare a drafter, in the worker's thread."""
+        _use_device(self.setup.device)
+        kinds.KINDS[kind].load_plugin().prepare(model, self.stack)
 
     def _tune(self, ids: list[int], sampling: SamplingConfig) -> None:
         """Measure the costs for "auto" sizes once, by decoding after the first prompt, which is `ids`."""
@@ -395,3 +403,15 @@ class Decoder:
         tokens = text.tokens
         self.last = counts = GenerationCounts(len(tokens), passes, prompt, tokens[-1] in self.ends, tuple(tokens))
         return counts
+
+
+def _use_device(device: torch.device) -> None:
+    """Make a GPU the current one of this thread: streams, events and graphs are created there."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+
+
+def _rounds_on(device: torch.device, rounds: Iterator[Round]) -> Iterator[Round]:
+    """`rounds`, decoded in whatever thread asks for the first."""
+    _use_device(device)
+    yield from rounds

@@ -3,17 +3,21 @@
 numba itself would cache the code beside the source.
 """
 
+import atexit
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
+from tempfile import TemporaryDirectory
 from typing import Literal, TypeVar
 
 import numba
 from numba.core import event
 from numba.core.ccallback import CFunc
 
-from outrider.base.files import package_version, user_cache
+from outrider.base.errors import UserError, reason, warn
+from outrider.base.files import package_version, require_writable, user_cache
 from outrider.base.progress import shows_progress
 
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -46,6 +50,19 @@ def compile_entry(function: Callable[..., None], signature: str, fastmath: set[s
     return compiled
 
 
+@lru_cache(1)
+def _own_folder() -> str:
+    """The folder of this version; if it cannot be written, one that lives as long as this process."""
+    folder = user_cache() / "kernels" / f"{package_version()}-{_TYPES}"
+    try:
+        return str(require_writable(folder))
+    except UserError as error:
+        warn(f"CPU kernels are compiled in every run ({reason(error)}); NUMBA_CACHE_DIR=FOLDER keeps them")
+        temporary = TemporaryDirectory(prefix="outrider-")
+        atexit.register(temporary.cleanup)
+        return temporary.name
+
+
 @contextmanager
 def _in_our_folder() -> Iterator[None]:
     """Context manager: code compiled inside is cached in our folder; numba's setting is restored after it.
@@ -54,7 +71,7 @@ def _in_our_folder() -> Iterator[None]:
     file of a function that it calls has changed.
     """
     folder = _settings["CACHE_DIR"]
-    _settings["CACHE_DIR"] = folder or str(user_cache() / "kernels" / f"{package_version()}-{_TYPES}")
+    _settings["CACHE_DIR"] = folder or _own_folder()
     try:
         yield
     finally:
@@ -77,7 +94,7 @@ class _Clock(event.Listener):
         self.seconds += seconds
         if self.seconds >= LONG and not self._is_reported and shows_progress():
             self._is_reported = True
-            print(f"compiling CPU kernels, once: kept in {user_cache() / 'kernels'}", file=sys.stderr, flush=True)
+            print(f"compiling CPU kernels, once: kept in {_own_folder()}", file=sys.stderr, flush=True)
 
     def on_start(self, event: event.Event) -> None:
         if event.data["dispatcher"] in self.timed:

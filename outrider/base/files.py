@@ -116,8 +116,10 @@ def require_writable(directory: Path | str, option: str = "out_dir") -> Path:
 
 
 def user_cache() -> Path:
-    """Where this user's caches are: $XDG_CACHE_HOME/outrider, or ~/.cache/outrider."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "outrider"
+    """Where this user's caches are: $XDG_CACHE_HOME/outrider, or ~/.cache/outrider, in / for a user without a home."""
+    home = os.path.expanduser("~")
+    folder = os.environ.get("XDG_CACHE_HOME") or Path("/" if home == "~" else home, ".cache")
+    return Path(folder).absolute() / "outrider"
 
 
 def package_version() -> str:

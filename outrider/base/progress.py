@@ -175,7 +175,8 @@ class _Bar(tqdm):
 
     def __init__(self, out: TextIO):
         self._heard, self._relayed, self._is_drawn = time.monotonic(), "", _can_draw(out) and not is_step
-        super().__init__(total=1.0, leave=False, file=out, dynamic_ncols=True, bar_format=_BAR_FORMAT, delay=1)
+        look = {"leave": False, "dynamic_ncols": True, "bar_format": _BAR_FORMAT, "delay": 1}
+        super().__init__(total=1.0, file=out, disable=False, **look)  # whatever TQDM_DISABLE says: others use its state
         self.miniters, self.maxinterval = 2, 0  # only such bars are refreshed by the monitor, and these every time
 
     def clear(self, nolock: bool = False) -> None:

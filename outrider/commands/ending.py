@@ -119,8 +119,10 @@ def find_typed_line(words: Sequence[str], *, make: bool) -> list[str]:
 
     make: the command line of the make that runs this, if there is one. Empty if no parent has such a line.
     """
-    typed, line = list[str](), list[str]()
-    for parent in psutil.Process().parents():
+    typed, line, parents = list[str](), list[str](), list[psutil.Process]()
+    with suppress(psutil.Error):
+        parents = psutil.Process().parents()
+    for parent in parents:
         with suppress(psutil.Error):  # it has ended, or is another user's
             line = parent.cmdline()
         program = Path(line[0]).name if line else ""

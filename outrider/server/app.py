@@ -49,7 +49,10 @@ _TRIAL = 9  # tokens of the text that `measure` decodes
 def serve(config: ServeConfig) -> None:
     """Load the model and answer requests until SIGTERM or Ctrl-C. Raises `UserError` for a port that is not free."""
     try:
-        listening = socket.create_server((config.host, config.port))
+        is_ipv6 = ":" in config.host
+        dual = config.host == "::" and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
+        listening = socket.create_server((config.host, config.port), family=family, dualstack_ipv6=dual)
     except OSError as error:
         raise UserError(f"host={config.host} port={config.port}: {error.strerror}; give others") from None
     log = TrafficLog(config.log) if config.log else None
@@ -57,7 +60,8 @@ def serve(config: ServeConfig) -> None:
     service.measured = measure(service.model)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn raises the signal again when it has finished
     try:
-        print(f"serving {service.name} at http://{config.host}:{listening.getsockname()[1]}", flush=True)
+        host = f"[{config.host}]" if is_ipv6 else config.host
+        print(f"serving {service.name} at http://{host}:{listening.getsockname()[1]}", flush=True)
         hide_stages()
         GracefulServer(service).run([listening])
     finally:
@@ -144,7 +148,8 @@ class Service:
 
         Raises `UserError` for a directory without a drafter of this target, and for a client of another machine.
         """
-        is_local = request.client is not None and ip_address(request.client.host).is_loopback
+        address = None if request.client is None else ip_address(request.client.host)
+        is_local = address is not None and (getattr(address, "ipv4_mapped", None) or address).is_loopback
         if not (is_local or self.config.remote_swap):
             raise RefusedError("only clients of this machine may give a drafter, but for remote_swap=true", status=403)
         checkpoint = read_checkpoint(await self._read_body(request))

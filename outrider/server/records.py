@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 UNREAD = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
           "include_obfuscation", "timings_per_token"}  # fmt: skip
 HARMLESS = {"tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"], "best_of": 1}
+HARMLESS["type"] = "text"  # of a message of lm-evaluation-harness
 HARMLESS |= dict.fromkeys(("enable_thinking", "thinking"))  # only null: they belong into `chat_template_kwargs`
 HARMLESS |= dict.fromkeys(("skip_special_tokens", "add_special_tokens", "add_generation_prompt", "detokenize"), True)
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -207,6 +208,7 @@ def _plain_message(message: ChatMessage, where: str) -> dict[str, str]:
     """The message as `outrider` reads it. where: its place in the request, for errors."""
     refuse_unread_fields(message.model_extra, where)
     parts = [{"type": "text", "text": message.content}] if isinstance(message.content, str) else message.content
+    parts = [{name: value for name, value in part.items() if name != "cache_control"} for part in parts]
     texts = [part["text"] for part in parts if part.keys() == {"type", "text"} and part["type"] == "text"]
     if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
         raise RefusedError(f"{where}content: only texts are supported", f"{where}content")

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 
 from filelock import Timeout
 
-from outrider.base.errors import UserError, warn_once
-from outrider.base.files import REMEDY, lock
+from outrider.base.errors import UserError, warn, warn_once
+from outrider.base.files import REMEDY, lock, parse_json
 from outrider.data_prep.text.chat import answer_text
 from outrider.data_prep.text.documents import origin_digests
 from outrider.data_prep.text.messages import SkipRecordError
-from outrider.data_prep.text.records import TokenisedText, Written, find_layout, text_digest, to_record
+from outrider.data_prep.text.records import Record, TokenisedText, Written, find_layout, text_digest, to_record
 from outrider.draft_models.targets.vocabulary import bind_arguments
 from outrider.server.records import ChatRequest, CompletionRequest, Json
 from outrider.server.workers import TextJob
@@ -40,7 +40,7 @@ class TrafficLog:
     """
 
     def __init__(self, path: str):
-        """Raises `UserError` if the file cannot be written, or another server writes it."""
+        """Raises `UserError` if the file cannot be written, another server writes it, or it is no such log."""
         self._path, self._lock = Path(path), Lock()
         try:
             self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
@@ -53,7 +53,18 @@ class TrafficLog:
         if os.fstat(self._file).st_size:
             with mmap.mmap(self._file, 0, access=mmap.ACCESS_READ) as content:
                 end = content.rfind(b"\n") + 1
-            os.truncate(self._file, end)
+                first, last_line = content[:1], content[end:]
+            if first not in (b"{", b"\0"):  # NUL: what a machine that lost power leaves
+                self.close()
+                raise UserError(f"log={path}: holds something else than records; give another file")
+            try:
+                parse_json(last_line)
+            except UserError:
+                os.truncate(self._file, end)
+            else:  # a record of another program
+                os.write(self._file, b"\n")
+        if os.fstat(self._file).st_mode & 0o077:
+            warn(f"log={path}: others than its owner may read users' texts in it; chmod 600 ends that")
 
     def write(self, record: Json) -> None:
         """Append a record. If the disk is full, warn and leave the record out."""
@@ -72,6 +83,14 @@ class TrafficLog:
         self._process_lock.release()
 
 
+def _read(content: Json, identity: str) -> tuple[Json, Record] | None:
+    """`content` and its record as trainings read it; None if they do not."""
+    try:
+        return content, to_record(content, find_layout(content, "auto", None, identity), identity)
+    except SkipRecordError:
+        return None
+
+
 class TrafficRecords:
     """Makes records of answered texts. setup: of the target that wrote them."""
 
@@ -86,22 +105,25 @@ class TrafficRecords:
     ) -> Json | None:
         """The record of the text of `job` with the answer `tokens`; None if it is blank. identity: its id.
 
-        Only this answer of a conversation is learned: the others were logged when they were written.
+        Only this answer of a conversation is learned: the others were logged when they were written. A conversation
+        that trainings do not read, such as one with two system turns, is a plain text.
         """
         arguments = json.dumps({**self._setup.arguments, **(request.chat_template_kwargs or {})})
         tokenizer, ids, start = self._bind(arguments), [*job.ids, *tokens], len(job.ids)
         ended = tokens[-1] in self._setup.eos
         visible = ids[: len(ids) - ended]
-        content: Json = {"text": tokenizer.decode(visible, skip_special_tokens=True)}
+        as_text: Json = {"text": tokenizer.decode(visible, skip_special_tokens=True)}
+        conversation = None
         if isinstance(request, ChatRequest):
             earlier = [m | ({"weight": 0} if m["role"] == "assistant" else {}) for m in request.plain_messages]
             answer = {"role": "assistant", "content": answer_text(visible[start:], tokenizer)}
-            content = {"messages": [*earlier, answer]}
-        try:
-            read = to_record(content, find_layout(content, "auto", None, identity), identity)
-        except SkipRecordError:
+            if not answer["content"].strip():
+                return None
+            conversation = _read({"messages": [*earlier, answer]}, identity)
+        content, record = conversation or _read(as_text, identity) or (None, None)
+        if content is None or record is None:
             return None
-        origin = *origin_digests(content, tokenizer, self._template), text_digest(read)
+        origin = *origin_digests(content, tokenizer, self._template), text_digest(record)
         written = Written(*origin, [TokenisedText(ids, [(start, len(ids))])])
         facts = {"prompt_tokens": start, "tokens": len(tokens), "finish": "end" if ended else "length"}
         facts |= {"created": int(time.time()), "greedy": job.sampling.temperature == 0}

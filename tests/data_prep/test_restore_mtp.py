@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.base.errors import UserError
 from outrider.data_prep import restore_mtp as restoring
-from outrider.data_prep.restore_mtp import SHARD, restore_mtp
+from outrider.data_prep.restore_mtp import SHARD, declare_head, restore_mtp
 from outrider.data_prep.settings import RestoreConfig
 from outrider.draft_models.mtp.checkpoint import open_mtp
 from outrider.draft_models.mtp.spellings import find_head
@@ -127,6 +127,22 @@ def test_what_does_not_belong_together_is_refused(base: Path, tmp_path: Path) ->
     (tmp_path / "tuned/model.safetensors").unlink()
     refusal("expected unquantised safetensors", restored, base, target)
     assert not (tmp_path / "out/config.json").exists()
+
+
+@pytest.mark.parametrize("whole", ["base", "tuned"])
+def test_the_text_model_of_a_composite_one_is_compared(base: Path, tmp_path: Path, whole: str) -> None:
+    """A fine-tune saved by AutoModelForCausalLM has the text model's config alone."""
+    target = fine_tuned(tmp_path)
+    file = tmp_path / whole / "config.json"
+    text = json.loads(file.read_text())
+    file.write_text(json.dumps({"model_type": "qwen3_vl", "text_config": {**text, "use_cache": False}}))
+    if whole == "tuned":  # which does not run here
+        assert declare_head(file, str(base / "config.json"))["text_config"]["num_nextn_predict_layers"] == 1
+        return
+    out = restored(base, target)
+    assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    file.write_text(json.dumps({"model_type": "qwen3_vl", "text_config": {**text, "rms_norm_eps": 1e-3}}))
+    refusal("differs in rms_norm_eps", restored, base, fine_tuned(tmp_path / "again"))
 
 
 def test_hybrid_targets_are_stitched(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from outrider.base.errors import UserError
 from outrider.draft_models.calibration import META_FILE as CALIBRATION_FILE
@@ -22,10 +23,11 @@ from outrider.draft_models.calibration import load_calibration, save_calibration
 from outrider.draft_models.calibration_head import CalibrationHead
 from outrider.draft_models.early_exit.checkpoint import digest_parts_below, from_pretrained, read_meta
 from outrider.draft_models.early_exit.model import EarlyExit
-from outrider.draft_models.targets.fingerprint import fingerprint_target
+from outrider.draft_models.targets.fingerprint import fingerprint_target, require_text_alone
 from outrider.draft_models.targets.model_files import load_causal_lm
 from outrider.draft_models.targets.open_target import load_config, load_tokenizer, open_target
 from outrider.draft_models.targets.tensor_files import open_tensors
+from outrider.inference.loading.memory_plan import Storage, weight_bytes
 from tests.refusals import refusal
 from tests.tiers import as_many
 from tests.tiny import ARCHITECTURES, LAYERS, save_exit, save_target
@@ -264,3 +266,11 @@ def test_a_large_targets_digests_cost_little(tmp_path: Path) -> None:
     digest_parts_below(files, config, 1)
     middle = ("model.layers.1.", "model.layers.2.")
     assert files.bytes_hashed == sum(size for name, size in sizes.items() if not name.startswith(middle))
+
+
+def test_a_model_with_other_parts_than_text_is_named() -> None:
+    """Before anything of it is computed: by the memory of a run, and by its fingerprint."""
+    config = AutoConfig.for_model("gemma3")
+    refusal("a gemma3 model has other parts than text; give its text model alone", require_text_alone, config)
+    refusal("has other parts than text", weight_bytes, config, Storage(2, 64))
+    require_text_alone(config.get_text_config())

@@ -9,7 +9,13 @@ import pytest
 from outrider.base.errors import UserError
 from outrider.base.streams import Streams
 from outrider.inference.core.rounds import Generation, Round
-from outrider.inference.measure.server_costs import WIDTHS, ServerCosts, expect_speedup, measure_server
+from outrider.inference.measure.server_costs import (
+    WIDTHS,
+    ServerCosts,
+    expect_speedup,
+    measure_drafter,
+    measure_server,
+)
 
 PASSES = {1: 0.040, 2: 0.044, 4: 0.052, 8: 0.080, 16: 0.150}
 
@@ -50,6 +56,10 @@ def test_passes_are_those_of_the_engine() -> None:
     assert seconds[3] == pytest.approx((seconds[2] + seconds[4]) / 2)
 
 
+def test_a_drafted_token_takes_a_token_of_the_drafters_server() -> None:
+    assert np.median(measure_drafter(StandIn(blocks=False), range(1000, 1300))) == pytest.approx(PASSES[1], rel=0.04)
+
+
 def test_a_server_that_keeps_no_prompt_is_refused() -> None:
     with pytest.raises(UserError, match=r"server=stand-in: it computes a known prompt again"):
         measure_server(StandIn(blocks=False), range(1000, 1300))
@@ -67,6 +77,8 @@ def test_the_speedup_is_the_tokens_over_the_time_of_the_rounds() -> None:
     free, drafted = (expect_speedup([rounds_of(widths, step)] * 6, costs, Streams(0)) for step in (0.0, 0.003))
     assert free.median == pytest.approx(10 * 0.04 / spent)
     assert drafted.median == pytest.approx(10 * 0.04 / (spent + 3 * 0.003))
+    there = expect_speedup([rounds_of(widths, 0.003)] * 6, costs, Streams(0), [0.001, 0.002, 0.9])
+    assert there.median == pytest.approx(10 * 0.04 / (spent + 13 * 0.002))
     assert expect_speedup([rounds_of([(0, 1)] * 9)] * 5, costs, Streams(0)).median == pytest.approx(1.0)
 
 

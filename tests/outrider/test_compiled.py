@@ -50,3 +50,5 @@ def test_compiling_is_spoken_of_once_and_its_files_are_with_the_users_caches(tmp
     assert {file.name.partition("-")[0] for file in indices} == {"program.inner", "program.outer", "program.entry"}
     assert list(program.parent.iterdir()) == [program]
     assert run() == ("8 ''\n", 0)
+    given["XDG_CACHE_HOME"] = str(program / "no folder")
+    assert run() == ("8 ''\n", 1)  # compiled for this process alone

@@ -282,6 +282,23 @@ def test_log_probabilities_are_the_targets_before_temperature(client: Any, model
     assert [entry.logprob for entry in plain] == pytest.approx([entry.logprob for entry in talked], abs=1e-3)
 
 
+def test_fields_that_change_no_answer_are_accepted(url: str, client: Any) -> None:
+    plain = text_of(ask(client))
+    part = {"type": "text", "text": TALK[0]["content"], "cache_control": {"type": "ephemeral"}}
+    for message in (TALK[0] | {"type": "text"}, TALK[0] | {"content": [part]}):
+        assert text_of(ask(client, messages=[message])) == plain
+
+
+@pytest.mark.parametrize("host", ["::1", "::", "127.0.0.1"])
+def test_a_server_listens_on_addresses_of_both_kinds(host: str) -> None:
+    try:
+        socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError:
+        pytest.skip("this machine has no such address")
+    with patch.object(app, "load_model", side_effect=RuntimeError("listening")), pytest.raises(RuntimeError):
+        app.serve(ServeConfig(target="t", host=host, port=0))
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_an_audit_accepts_the_server(url: str, target: Path, tmp_path: Path, temperature: float) -> None:
     asked = tmp_path / "prompts.jsonl"

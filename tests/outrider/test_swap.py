@@ -15,6 +15,8 @@ import outrider
 from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.draft_models.targets.vocabulary import vocabulary_digest
 from outrider.inference.core.rounds import Round
+from outrider.inference.loading.target_setup import config_with_drafter
+from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig, StopConfig
 from outrider.inference.settings.tools import ServeConfig
 from outrider.server import app
@@ -47,6 +49,12 @@ def drafters(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     save_exit(folder / "other", save_target(folder / "another", seed=5), 3)
     (folder / "empty").mkdir()
     return {path.name: path for path in folder.iterdir()}
+
+
+def test_another_drafter_leaves_none_of_before(target: Path, drafters: dict[str, Path]) -> None:
+    config = EvaluateConfig(target=str(target), mtp="elsewhere", methods={"m": MethodConfig("mtp")})
+    swapped = config_with_drafter(config, load(target).setup, str(drafters["lm"]))
+    assert (swapped.mtp, swapped.checkpoint) == (None, str(drafters["lm"]))
 
 
 def load(target: Path, **options: Any) -> Any:

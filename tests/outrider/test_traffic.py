@@ -187,6 +187,29 @@ def test_a_killed_server_leaves_at_most_one_unfinished_line(log: Path, tmp_path:
     refusal("cannot be written", TrafficLog, str(tmp_path / "none" / "log"))
 
 
+def test_a_file_of_another_program_loses_nothing(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log.write_text('{"id": "first"}\n{"id": "without a line feed"}')
+    log.chmod(0o644)
+    traffic = TrafficLog(str(log))
+    traffic.write({"id": "last"})
+    traffic.close()
+    assert [json.loads(line)["id"] for line in log.read_text().splitlines()] == ["first", "without a line feed", "last"]
+    assert "others than its owner may read" in capsys.readouterr().err
+    for note in ("a note\nanother", "a note\n"):
+        log.write_text(note)
+        refusal("holds something else than records", TrafficLog, str(log))
+        assert log.read_text() == note
+
+
+def test_a_conversation_that_no_training_reads_is_logged_as_a_text(model: Any, log: Path, tmp_path: Path) -> None:
+    talks = [[*TALK, *TALK], [*TALK, {"role": "assistant", "content": ""}, *TALK]]
+    with serving(model, log=str(log)) as (_, service, client):
+        expected = [pair for talk in talks for pair in ids_of(ask(client, messages=talk, **IDS).choices)]
+        until_true(lambda: not service.workers.open)
+    assert sorted(answers(log, tmp_path, model)) == sorted(expected)
+    assert all("text" in json.loads(line) for line in log.read_text().splitlines())
+
+
 def test_a_full_disk_loses_whole_lines(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     traffic = TrafficLog(str(log))
     traffic.write({"id": "first"})

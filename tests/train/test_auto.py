@@ -14,9 +14,12 @@ from outrider.base.settings import construct
 from outrider.commands import config_for
 from outrider.data_prep.text.prompts import read_prompts
 from outrider.draft_models.targets.fingerprint import Fingerprint
-from outrider.inference.loading.memory_plan import Memory
+from outrider.draft_models.targets.open_target import open_target
+from outrider.inference.loading.memory_plan import Memory, evaluation_memory
 from outrider.inference.report.sentences import write_recommendation
 from outrider.inference.report.types import read_reports
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.method import MethodConfig
 from outrider.train import auto_run
 from outrider.train.auto import make_drafter
 from outrider.train.auto_choice import (
@@ -32,6 +35,7 @@ from outrider.train.auto_run import run_auto
 from outrider.train.pipeline_run import plan_steps
 from outrider.train.settings.auto import TRAINABLE, AutoConfig
 from tests.conf.test_configs import compose_and_build
+from tests.gguf_files import save_plain_target, write_gguf
 from tests.refusals import refusal
 from tests.train.test_pipeline import printed_by
 from tests.train.test_pipeline_options import settings_of
@@ -109,6 +113,22 @@ def test_all_minutes_are_given_out(config: AutoConfig) -> None:
     refusal(
         r"minutes='4': expected 5 or more: loading takes 2\.9", choose_trainings, replace(CONFIG, minutes=4.0), LOOK, {}
     )
+
+
+def test_a_share_is_held_out_of_the_answers_that_the_minutes_give() -> None:
+    slow = replace(LOOK, tokens_per_second=6.0, prompts=2000)
+    config = replace(CONFIG, minutes=90.0, train=("small_lm",))
+    choice = choose_trainings(config, slow, {})
+    answered = choice.minutes["responses"] * slow.tokens_per_minute / slow.answer_tokens
+    share = configure(config, choice, slow).steps["small_lm"]["data.heldout_fraction"]
+    assert share == pytest.approx(min(0.5, 8 / answered), rel=0.01)
+    assert 0.05 < share < 0.5
+
+
+def test_a_server_answers_held_out_prompts_within_the_minutes() -> None:
+    config = AutoConfig(server="http://localhost:1", tokenizer="org/model", prompts="p.jsonl", minutes=60.0)
+    pipeline = configure(config, choose_trainings(config, LOOK, {}), LOOK)
+    assert 0 < pipeline.steps["heldout"]["minutes"] < pipeline.steps["responses"]["minutes"]
 
 
 def test_of_few_answers_enough_are_held_out() -> None:
@@ -255,6 +275,20 @@ def test_a_target_that_does_not_fit_is_refused(chat_target: str, monkeypatch: py
     monkeypatch.setattr("outrider.train.auto_run.evaluation_memory", lambda *_: [Memory("weights", 10**15)])
     with pytest.raises(UserError, match=r"decoding it takes memory_gb=1000000\.0 of"):
         run_auto(AutoConfig(target=chat_target, plan=True), config_for)
+
+
+def test_a_quantised_file_takes_twice_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU multiplies its weights as they are stored, and `auto` measures short texts."""
+    asked = []
+    monkeypatch.setattr(auto_run, "evaluation_memory", lambda *given: asked.append(given[2:]) or [])
+    source = save_plain_target(tmp_path / "target")
+    files = [write_gguf(source, tmp_path / f"{kind}.gguf", kind) for kind in ("Q4_K", "F32")]
+    for path in (*files, source):
+        auto_run._describe_memory(open_target(str(path)), 1e12)
+    assert [stored for _, stored in asked] == [files[0].stat().st_size, 0, 0]
+    assert {positions for positions, _ in asked} == {1024}
+    config = EvaluateConfig(target="t", methods={"m": MethodConfig("prompt_lookup")})
+    assert evaluation_memory(config, open_target(str(source)).config, 64, 10**6)[0].size == 2 * 10**6
 
 
 def test_inputs_that_a_later_step_cannot_use_stop_it_first(

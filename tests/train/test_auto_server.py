@@ -17,6 +17,7 @@ from outrider.inference.loading.target_setup import end_tokens
 from outrider.inference.measure.replay_report import MethodReplay
 from outrider.inference.measure.statistics import MedianInterval
 from outrider.inference.settings.method import MethodConfig, StopConfig
+from outrider.train import auto_choice
 from outrider.train.auto_run import run_auto
 from outrider.train.auto_server import recommend_there
 from outrider.train.settings.auto import AutoConfig
@@ -37,7 +38,7 @@ def test_the_recommendation_follows_from_the_interval() -> None:
     pays = row("small_lm_fixed_k3", 2.0, 1.4, 1.3, 1.5)
     lookup = row("prompt_lookup_k3", 1.9, 1.5, 1.2, 1.8, source="prompt_lookup")
     assert "`small_lm_fixed_k3` should be the fastest in this engine: 1.40" in recommend_there([slow, pays])
-    assert recommend_there([slow, pays]).endswith("may draft slower; drafts of 3 tokens")
+    assert recommend_there([slow, pays]).endswith("runs the exported drafter alone; drafts of 3 tokens")
     assert '"num_speculative_tokens": 3, "prompt_lookup_max": 2' in recommend_there([slow, pays, lookup])
     assert recommend_there([slow]).startswith("nothing pays here: the best, `small_lm_fixed_k2`")
     assert recommend_there([row("a_k1", 2.0, 1.1, 0.9, 1.3)]).startswith("undecided: the best, `a_k1`")
@@ -69,6 +70,7 @@ def test_drafters_for_a_target_whose_weights_are_elsewhere(
             (elsewhere / file.name).write_bytes(file.read_bytes())
     texts = [f"What is {i}? It is {i} and no {i + 1}. " * 9 for i in range(60)]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    monkeypatch.setattr(auto_choice, "_WITH_TRAINING", (0.9, 0.05, 0.05))  # trainings take all their minutes
     with serving(engine) as url:
         config = AutoConfig(
             server=url, tokenizer=str(elsewhere), prompts=str(own_prompts(tmp_path)), train=("small_lm",), minutes=8.0,

@@ -202,6 +202,10 @@ def test_a_heldout_prompt_ends_before_the_first_answer(tmp_path: Path) -> None:
     assert heldout_prompt(row) == list(range(201))  # position 200 predicts the answer's first token
     target = open_target(str(save_target(tmp_path)))  # whose context is 256
     assert Decoding.of(target, [row, row], 1, 206).texts == [(list(range(151, 201)), None)]
+    labels[20:40] = 5
+    assert heldout_prompt(row) == list(range(21))  # a short question
+    chosen = Decoding.of(target, [{**row, "input_ids": row["input_ids"] + 1000 * i} for i in range(6)], 3, 8)
+    assert [text.prompt[0] for text in chosen.texts] == [0, 2000, 4000]
     labels[:] = 5
     assert heldout_prompt(row) == list(range(128))  # plain text
     row["documents"][100:] = 1

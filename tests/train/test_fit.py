@@ -241,6 +241,11 @@ def test_the_learning_rate_rises_and_then_follows_its_schedule(schedule: str, wa
     assert scale[rising:] == pytest.approx([SHAPES[schedule](step / left) for step in range(left + 1)])
 
 
+def test_a_warmup_in_steps_leaves_half_of_a_short_run() -> None:
+    scale = [FitConfig(epochs=4, warmup=200).lr_scale(step, 60) for step in range(61)]
+    assert (scale[30], scale[60]) == (1.0, 0.0)
+
+
 def test_steps_and_rows_of_a_process() -> None:
     config = FitConfig(epochs=1.5, batch_rows=12)
     assert config.total_steps(25) == 4  # 37.5 rows

@@ -48,7 +48,7 @@ def test_a_refitted_head_drafts_better_and_goes_back(
         tmp_path / "out",
         save_responses(tuned, tmp_path / "a"),
     )
-    fit = replace(FIT, steps=24, lr=5e-3, eval_every=8, log_every=6, save_every=None)
+    fit = replace(FIT, steps=48, lr=5e-3, eval_every=8, log_every=6, save_every=None)
     train_eagle3(heading(whole, answers, out, start="target", intermediate=None, fit=fit, eval_rows=8))
     assert "(evaluate-checkpoint mtp=… doctor=true)" in capsys.readouterr().err
     losses = [line["loss"] for line in log(out) if "loss" in line]

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,40 @@ def test_a_killed_refit_goes_on_with_its_traffic(
         assert result_of(tmp_path / name) == expected
         assert "kept=True" in run(f"out_dir={tmp_path}/{name}", "resume=true")  # finished already
         assert len([*(tmp_path / name / "versions").iterdir()]) == 1
+
+
+def test_a_training_that_failed_may_have_other_options(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of few conversations enough are held out; an option of the data keeps the others."""
+    with monkeypatch.context() as patch:
+        patch.setattr(refitting.steps, "run_step", raise_refusal)
+        with pytest.raises(UserError, match="out of memory"):
+            run("training.fit.lr=1e-3")
+    assert "kept=True" in run("resume=true", "training.data.cache_dir=null")
+    record = tmp_path / "out/versions/0001/drafter/finetune_drafter.json"
+    assert read_mapping(record, "record", "")["settings"]["data"]["heldout_fraction"] == pytest.approx(8 / 32)
+
+
+def raise_refusal(*_: Any) -> None:
+    raise UserError("out of memory")
+
+
+def test_versions_may_be_removed_and_a_drafter_that_is_gone_is_told(run: Any, small: Path, tmp_path: Path) -> None:
+    out, moved = tmp_path / "out", tmp_path / "moved"
+    shutil.copytree(small, tmp_path / "first")
+    run(drafter=tmp_path / "first")
+    for name in ("0002", "0003"):
+        shutil.copytree(out / "versions/0001", out / f"versions/{name}")
+    shutil.rmtree(out / "versions/0002")
+    assert refitting.find_folder(out, resume=False) == out / "versions/0004"
+    (tmp_path / "first").rename(moved)
+    refusal("the drafter before it, .*first, is gone", run, "back=true")
+    assert "version=0004" in run("training.fit.steps=1", drafter=out / "current")
+    (out / "current").unlink()
+    (out / "current").symlink_to("versions/0009/drafter")
+    moved.rename(tmp_path / "first")
+    refusal("names versions/0009/drafter, which is gone", run, drafter=tmp_path / "first")
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from outrider.base.errors import UserError, reason
 from outrider.base.files import write_atomically
 from outrider.base.progress import Stage
 from outrider.base.wandb_config import ID_FILE, WandbConfig
@@ -108,6 +109,11 @@ def start_wandb(accelerator: Accelerator, config: WandbConfig, out_dir: Path, ru
     """
     if not accelerator.log_with:
         return
-    accelerator.init_trackers(config.project, config=dict(run), init_kwargs={"wandb": config.init_options(out_dir)})
+    import wandb
+
+    try:
+        accelerator.init_trackers(config.project, config=dict(run), init_kwargs={"wandb": config.init_options(out_dir)})
+    except wandb.Error as error:
+        raise UserError(f"wandb.mode: {reason(error)}; wandb login, or fit.wandb.mode=offline") from None
     if accelerator.is_main_process:
         (out_dir / ID_FILE).write_text(accelerator.get_tracker("wandb", unwrap=True).id, "utf-8")

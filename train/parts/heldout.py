@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 
 from outrider.base.processes import say
 from outrider.base.progress import track_progress
+from outrider.data_prep.text.prompts import spread_evenly
 from outrider.draft_models.acceptance import (
     AcceptanceOf,
     Logits,
@@ -58,12 +59,13 @@ class Decoding:
 
     @classmethod
     def of(cls, target: OpenTarget, rows: TrainRows, prompts: int, new_tokens: int, *drafter: PreTrainedConfig) -> Self:
-        """Prompts from the beginnings of the first rows, short enough that the new tokens fit the contexts of the
-        target, and of a `drafter` with its own."""
+        """Prompts from the beginnings of some of the rows, evenly spread, short enough that the new tokens fit the
+        contexts of the target, and of a `drafter` with its own."""
         longest = min(map(context_limit, (target.config, *drafter))) - new_tokens
         if len(rows) < prompts:
             say(f"decode_prompts={prompts}: {len(rows)} held-out rows are decoded, there are no more")
-        texts = [TextToContinue(heldout_prompt(rows[i])[-longest:]) for i in range(min(prompts, len(rows)))]
+        chosen_rows = [rows[index] for index in spread_evenly([*range(len(rows))], prompts)]
+        texts = [TextToContinue(heldout_prompt(row)[-longest:]) for row in chosen_rows]
         return cls(texts, new_tokens, end_tokens(target))
 
     def answer(self, stack: LayerStack) -> Self:
@@ -168,10 +170,14 @@ def batches_of(rows: TrainRows, size: int) -> list[Batch]:
 
 
 def heldout_prompt(row: Batch, length: int = 128) -> list[int]:
-    """The start of a held-out row as a prompt: up to its first answer, or `length` tokens of plain text."""
+    """The start of a held-out row as a prompt: up to its first answer, or `length` tokens of plain text.
+
+    All tokens of a plain text but its first are supervised.
+    """
     first = int((row["labels"] != IGNORE).nonzero()[0]) + 1
     document = int((row["documents"] == row["documents"][0]).sum())
-    return row["input_ids"][: max(first, min(length, document // 2))].tolist()
+    end = first if first > 1 else max(1, min(length, document // 2))
+    return row["input_ids"][:end].tolist()
 
 
 def packed_hidden(

@@ -20,6 +20,7 @@ from outrider.data_prep.text import records
 from outrider.data_prep.text.data_files import resolve_paths
 from outrider.data_prep.text.documents import Document
 from outrider.data_prep.text.messages import SkipRecordError
+from outrider.data_prep.text.prompts import spread_evenly
 from outrider.data_prep.text.rows import pack
 from outrider.data_prep.text.settings import DataConfig
 from outrider.data_prep.text.sources import Split, is_heldout
@@ -59,7 +60,8 @@ class TopKRows:
             Document(np.arange(start, stop), np.ones(stop - start, bool), indivisible=True)
             for start, stop in pairwise(starts.tolist())
         )
-        packed = islice(pack(documents_of_indices, seq_len), max_rows)
+        packed = [*pack(documents_of_indices, seq_len)]
+        packed = spread_evenly(packed, len(packed) if max_rows is None else max_rows)
         self._rows = [[segment.ids for segment in row] for row in packed]  # of indices: [n] for each document in a row
         digest = hashlib.sha256(str([[segment.tolist() for segment in row] for row in self._rows]).encode())
         for part in (self._tokens, self._labels, self._ids, self._logprobs, self._tail):
@@ -103,7 +105,8 @@ def load_top_k_rows(
     *,
     max_rows: int | None = None,
 ) -> TopKRows:
-    """The first rows of one split of the first `config.max_records` responses in the files of `config.path`.
+    """Rows of one split of the first `config.max_records` responses in the files of `config.path`, all of them or
+    `max_rows`, evenly spread.
 
     Skips responses without a top-k, and responses whose text is now tokenised differently from its generation. Prints
     the counts. Raises `UserError` if no response is left, or if they have different k.

@@ -29,7 +29,9 @@ class FitConfig(Settings):
     muon_lr: Positive = opt(0.02, "optimizer=muon: the layers' matrices; everything else is AdamW at `lr`")
     betas: tuple[Beta, Beta] = opt((0.9, 0.95), "of AdamW")
     weight_decay: NotNegative = opt(0.0, "of matrices; norms and biases have none")
-    warmup: NotNegative = opt(0.0, "below 1: share of the steps; from 1: number of steps", debug=2)
+    warmup: NotNegative = opt(
+        0.0, "below 1: share of the steps; from 1: a number, at most half of the steps of the epochs", debug=2
+    )
     schedule: Literal["linear", "cosine", "constant"] = opt("linear", "of the learning rate after the warm-up")
     max_grad_norm: NotNegative = opt(1.0, "0: no clipping")
     precision: Literal["fast", "bf16", "fp32"] = "fast"
@@ -76,6 +78,7 @@ class FitConfig(Settings):
         `linear` and `cosine` reach 0 at `total`, so the last step still moves.
         """
         warmup = math.ceil(self.warmup * total) if self.warmup < 1 else int(self.warmup)
+        warmup = min(warmup, total // 2) if self.steps is None and self.warmup >= 1 else warmup
         if step < warmup:
             return (step + 1) / (warmup + 1)
         fraction = 1.0 - (step - warmup) / max(1, total - warmup)

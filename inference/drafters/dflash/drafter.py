@@ -154,6 +154,7 @@ class DFlashPlugin(HeadPlugin[DFlash]):
     def export(self, where: str, target: OpenTarget, dtype: torch.dtype, folder: Path) -> None:
         stored = self.open_head(where, target.config)
         made_here = stored.made_here and not self.changes.overrides
+        checkpoint.require_vllm(stored.reading)
         checkpoint.save_drafter(folder, stored.load(dtype), target.config, made_here=made_here)
 
     def draft_model(self, model: DFlash, method: MethodConfig) -> DraftModel:

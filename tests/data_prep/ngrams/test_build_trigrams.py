@@ -113,6 +113,37 @@ def test_the_tokenizer_of_a_gguf_file(config: TrigramConfig, tmp_path: Path) -> 
     assert len({str(found) for found in tokens.values()}) == 1
 
 
+def test_a_path_that_ends_in_a_slash_is_the_same_folder(config: TrigramConfig, tmp_path: Path) -> None:
+    build_table(replace(config, out_dir=f"{config.out_dir}/"))
+    assert TrigramTable.open(config.out_dir).facts["documents"]
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    refusal("is a link or a mount point", build_table, replace(config, out_dir=str(tmp_path / "link")))
+
+
+def test_processes_are_as_many_as_the_cores_of_the_job(config: TrigramConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {3, 4, 9}, raising=False)
+    assert replace(config, workers=None).processes == 3
+
+
+def test_sums_of_sums_are_told_what_is_rare_or_twice_in_them(
+    config: TrigramConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = [config.out_dir, *(f"{config.out_dir}.{number}" for number in range(4))]
+    build_table(config)
+    for number in range(4):
+        merge = (folder[number],)
+        texts = [{"text": text} for text in sentences(40, seed=number)]
+        made = replace(with_records(config, texts), out_dir=folder[number + 1], merge=merge)
+        capsys.readouterr()
+        build_table(replace(made, max_mb=50.0 if number == 2 else None))
+        said = capsys.readouterr().err
+        assert ("max_mb=50.0: what was rare there" in said) == (number == 3)
+        assert "more than once" not in said
+    build_table(replace(config, out_dir=f"{config.out_dir}.twice", merge=(folder[4],)))
+    assert "more than once" in capsys.readouterr().err
+
+
 def test_tables_are_added_up(config: TrigramConfig) -> None:
     build_table(config)
     more = with_records(config, [{"text": text} for text in sentences(50, seed=1)])

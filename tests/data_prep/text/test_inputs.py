@@ -29,7 +29,7 @@ from outrider.base.words import write_option
 from outrider.cli import print_anything, print_text
 from outrider.commands import config_for
 from outrider.data_prep.settings import PromptsConfig
-from outrider.data_prep.text.data_files import resolve_paths
+from outrider.data_prep.text.data_files import read_file, resolve_paths
 from outrider.data_prep.text.prompts import read_prompts
 from outrider.data_prep.text.records import turn_key
 from outrider.data_prep.text.rows import PackedRows, load_rows
@@ -224,6 +224,19 @@ WRITERS: dict[str, Callable[[Path], object]] = {
 def test_data_is_read_in_the_form_it_has(tmp_path: Path, name: str) -> None:
     WRITERS[name](tmp_path / name)
     assert [record["messages"] for record in read(tmp_path / name)] == [one["messages"] for one in TALKS]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "saved"])
+def test_a_table_gives_a_call_no_argument_of_another(tmp_path: Path, name: str) -> None:
+    """Arrow stores all mappings of a column with the same names."""
+    calls = [{"name": "f", "arguments": {"town": "Ulm"}}, {"name": "g", "arguments": {"city": "Ulm", "n": [1, None]}}]
+    rows = [{"messages": [{"role": "assistant", "tool_calls": [{"function": call}]}], "id": None} for call in calls]
+    if name == "saved":
+        Dataset.from_list(rows).save_to_disk(tmp_path / name)
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / name)
+    read_rows = [raw for path in resolve_paths([str(tmp_path / name)]) for _, raw in read_file(path)]
+    assert read_rows == rows
 
 
 def test_what_describes_a_folder_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

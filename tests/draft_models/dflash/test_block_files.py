@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.draft_models.dflash.checkpoint import open_drafter, save_drafter
+from outrider.draft_models.dflash.checkpoint import open_drafter, require_vllm, save_drafter
 from outrider.draft_models.targets.settings import ReadingChanges
 from tests.block_drafters import DIALECTS, FULL, SLIDING, TARGET, drafter_weights, write_drafter
 from tests.refusals import refusal
@@ -152,6 +152,20 @@ def test_what_is_written_is_read_again(tmp_path: Path, dialect: str) -> None:
     assert config["architectures"] == ["Qwen3DSparkModel" if facts.rank else "DFlashDraftModel"]
     assert config.get("markov_rank", 0) == facts.rank
     assert (config["block_size"], config["is_neox_style"]) == (facts.block, not facts.neighbours)
+
+
+def test_a_file_of_deepspec_predicts_the_token_after_each_row_whatever_its_rank(tmp_path: Path) -> None:
+    """vLLM has no DFlash that does, and none that scales its embedding."""
+    facts = DIALECTS["deepspec"]
+    weights = {name: tensor for name, tensor in drafter_weights(facts).items() if "_head." not in name or "lm_" in name}
+    config = {"markov_rank": 0, "enable_confidence_head": False}
+    where = write_drafter(tmp_path, replace(facts, rank=0, confidence=0), weights, **config)
+    reading = open_drafter(where, TARGET).reading
+    assert (reading.sample_from_anchor, reading.markov_rank) == (True, 0)
+    refusal("engine=vllm: has no word for sample_from_anchor=True", require_vllm, reading)
+    require_vllm(replace(reading, sample_from_anchor=False))
+    scaled = replace(reading, sample_from_anchor=False, embedding_scale=3.0)
+    refusal("has no word for embedding_scale=3.0", require_vllm, scaled)
 
 
 def test_what_the_layout_cannot_say_is_refused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from outrider.base.errors import UserError
 from outrider.draft_models.eagle3.checkpoint import open_head, save_head
+from outrider.draft_models.eagle3.dialects import config_in_dialect
 from outrider.draft_models.eagle3.model import Eagle3, Steps
 from outrider.draft_models.heads.joint import attend_jointly
 from outrider.draft_models.targets.attention import packed_band
@@ -188,6 +189,8 @@ def test_aux_hidden_states_by_the_names_of_servers(tmp_path: Path) -> None:
     changes = {"eagle_config": {**config, "layer_ids": [1, 4, 7]}, "use_aux_norm": True}
     named = write_head(tmp_path / "b", facts, former, **changes)
     assert open_head(named, TARGET).reading == head.reading
+    of_deepspec = {"eagle_config": config, TAPS: None, "target_layer_ids": [0, 3, 6]}
+    assert open_head(write_head(tmp_path / "c", facts, weights, **of_deepspec), TARGET).reading == head.reading
 
 
 def test_a_reading_rescues_a_config_that_says_nothing_sound(tmp_path: Path) -> None:
@@ -256,6 +259,8 @@ def test_files_are_as_their_readers_expect(tmp_path: Path) -> None:
     assert own["eagle_aux_hidden_state_layer_ids"] == [1, 4, 7]  # vLLM looks at the top, and takes boundaries
     assert other["eagle_aux_hidden_state_layer_ids"] == [1, 4, 7]
     assert other["speculators_config"]["verifier"]["name_or_path"] == "someone/target"
+    more = config_in_dialect(replace(head.reading, taps=(1, 2, 4, 7)), "speculators", TARGET, "", drafted=1)
+    assert more["transformer_layer_config"]["num_aux_hidden_states"] == 4  # vLLM looks there
     assert "target_hidden_size" not in own  # as wide as the target
     assert own["norm_output"] == own["fc_norm"] == other["norm_output"] == other["fc_norm"] is True
 

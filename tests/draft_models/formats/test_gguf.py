@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import outrider
 from outrider.base.errors import UserError
-from outrider.draft_models.formats.gguf_config import FAMILIES, gguf_config
-from outrider.draft_models.formats.gguf_file import open_gguf
+from outrider.draft_models.formats.gguf_config import FAMILIES, gguf_config, read_special_ids
+from outrider.draft_models.formats.gguf_file import GgufFile, open_gguf
 from outrider.draft_models.formats.gguf_model import GgufModel
 from outrider.draft_models.formats.gguf_tokenizer import gguf_tokenizer
 from outrider.draft_models.small_lm.model import load_small_lm
@@ -142,6 +142,18 @@ def test_special_tokens_and_template(tmp_path: Path, llama: Path, written: Path)
     path = gguf_files.write_gguf(llama, tmp_path / "turns.gguf")
     path = gguf_files.rewritten(path, **{"tokenizer.ggml.eot_token_id": pad})
     assert load_generation_config(str(path)).eos_token_id == [original.tokenizer.eos_token_id, pad]
+
+
+def test_the_end_of_a_turn_is_found_in_the_template() -> None:
+    """As llama.cpp does, where no key names it."""
+    tokens, template = ["a", "END", "<|im_end|>", "<end_of_turn>"], "<|im_end|><end_of_turn>"
+    found = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [1, 3, 1, 4]}
+    found |= {"tokenizer.ggml.eos_token_id": 1, "tokenizer.chat_template": template}
+    assert read_special_ids(GgufFile(Path("m.gguf"), found, {}))["eos_token_id"] == [1, 3]
+    named = {"tokenizer.ggml.eot_token_id": 0, "tokenizer.chat_template": "<end_of_turn>"}
+    assert read_special_ids(GgufFile(Path("m.gguf"), found | named, {}))["eos_token_id"] == [1, 0]
+    other = {"tokenizer.chat_template": "another"}
+    assert read_special_ids(GgufFile(Path("m.gguf"), found | other, {}))["eos_token_id"] == 1
 
 
 @pytest.mark.slow

@@ -229,6 +229,24 @@ def test_the_file_is_that_of_the_converter(variant: str, tmp_path: Path) -> None
     assert load_tokenizer(str(tmp_path / "ours.gguf")).chat_template == gguf_files.TEMPLATE
 
 
+def test_what_files_leave_out_and_fill_up(tmp_path: Path) -> None:
+    """A Llama 3 begins a text by BOS without a key that says so. Names of rows that no token has are no words."""
+    file = open_gguf(as_converted(gguf_files.save_plain_target(tmp_path / "target"), tmp_path / "m.gguf"))
+    found = {key: value for key, value in file.metadata.items() if key != "tokenizer.ggml.add_bos_token"}
+    plain, llama3 = (
+        gguf_tokenizer(GgufFile(file.path, found | {"tokenizer.ggml.pre": pre}, {})) for pre in ("gpt-2", "llama-bpe")
+    )
+    assert llama3("ab")["input_ids"] == [llama3.bos_token_id, *llama3("ab", add_special_tokens=False)["input_ids"]]
+    assert plain("ab")["input_ids"][0] != plain.bos_token_id
+    tokens, types = (found[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type"))
+    for kind in (4, 5):  # a user's own, as old converters wrote, and unused
+        filled = {
+            "tokenizer.ggml.tokens": [*tokens, f"[PAD{len(tokens)}]"],
+            "tokenizer.ggml.token_type": [*types, kind],
+        }
+        assert gguf_tokenizer(GgufFile(file.path, found | filled, {})).get_vocab() == plain.get_vocab()
+
+
 @pytest.mark.parametrize("prefixed", [True, False])
 def test_a_sentencepiece_tokenizer_is_written(
     prefixed: bool, tmp_path: Path, sentencepiece: SentencePieceProcessor

@@ -143,6 +143,21 @@ def test_a_server_that_goes_away_ends_the_run_which_goes_on_with_another(make, e
         assert torch.equal(found.top.logprobs, tops(whole)[identity].top.logprobs)
 
 
+@pytest.mark.parametrize("ends", ["gone", "refused"])
+def test_no_answer_is_lost_when_a_server_ends_the_run(make, engine, ends):
+    """Not of the unfinished shard, nor of the last batch."""
+
+    def fault(number, reply):
+        return reply if number < 6 else 401 if ends == "refused" else None
+
+    with serving(engine(fault)) as url:
+        config = asked(
+            make, url, server_retries=0, shard_size=100, batch_size=100, concurrency=1, turns="first", **GREEDY
+        )
+        refusal("prompts failed|401", generate_responses, config)
+    assert len(responses(config)) >= 4
+
+
 def test_texts_without_ids_are_taken_where_they_are_tokenised_so(make, engine, capsys):
     own = make(name="own", **GREEDY)
     generate_responses(own)

@@ -31,9 +31,11 @@ from tests.tiny import unproven
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("minutes", "firsts"), [(None, (0, 1, 2, 2)), (60.0, (0, 1, 2, 0))])
 def test_arms_are_warm_and_take_turns_at_being_first(
-    config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
+    config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch, minutes: float | None, firsts: Sequence[int]
 ) -> None:
+    """With minutes the first, the last and then the second conversation are measured."""
     calls: list[tuple[int, str]] = []
     make = bench.make_arms
 
@@ -46,10 +48,10 @@ def test_arms_are_warm_and_take_turns_at_being_first(
 
     monkeypatch.setattr(bench, "make_arms", noted)
     evaluate(
-        config("turns", methods={"chain": METHODS["chain"]}, show_prompts=0), QUESTIONS[:3]
+        config("turns", methods={"chain": METHODS["chain"]}, show_prompts=0, minutes=minutes), QUESTIONS[:3]
     )  # the second has two turns
     names = ["autoregressive", "chain", "transformers_generate"]
-    measured = [name for first in (0, 1, 2, 2) for name in names[first:] + names[:first]]
+    measured = [name for first in firsts for name in names[first:] + names[:first]]
     assert calls == [(8, name) for name in names] + [(10, name) for name in measured]
 
 

@@ -294,6 +294,15 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     return wandb
 
 
+def test_a_report_is_not_lost_where_wandb_cannot_begin(
+    tmp_path: Path, fake: MagicMock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.Error = OSError
+    fake.init.side_effect = OSError("No API key configured")
+    log_reports(WandbConfig(mode="online"), tmp_path, [], {})
+    assert "No API key configured; wandb login" in capsys.readouterr().err
+
+
 def test_an_evaluation_is_one_run_with_its_table_and_page(tmp_path: Path, tiny_models: Path, fake: MagicMock) -> None:
     config = EvaluateConfig(
         target=str(tiny_models / "target"), checkpoint=str(tiny_models / EARLY_EXIT), methods=METHODS, max_new_tokens=6,

@@ -26,6 +26,7 @@ from outrider.inference.batch.generate import generate_responses
 from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.core.decode import speculative
 from outrider.inference.core.rounds import collect
+from outrider.inference.evaluate import replaying as replaying_command
 from outrider.inference.evaluate.replaying import replay_answers
 from outrider.inference.loading.drafters import new_drafter
 from outrider.inference.measure import recordings as reading
@@ -38,11 +39,13 @@ from outrider.inference.measure.recordings import (
     read_transcripts,
     recordings,
 )
+from outrider.inference.measure.server_costs import WIDTHS, ServerCosts
 from outrider.inference.measure.statistics import decode_statistics
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig, NgramConfig
 from tests.faults import plant
 from tests.inference.evaluate.evaluating import refused
+from tests.inference.evaluate.server_stand_in import Plan, running
 from tests.refusals import refusal
 from tests.tiny import byte_tokenizer, open_stack, random_prompt, reference_generate, save_target
 
@@ -188,6 +191,20 @@ def test_bad_input(files: dict[str, str], tmp_path: Path, overrides: list[str], 
     refusal(re.escape(message), run, files, tmp_path, *(override.format(**files) for override in overrides))
 
 
+def test_only_what_an_engine_drafts_is_replayed_as_there(
+    files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tree keeps its own τ, and has no speed-up to expect."""
+    costs = ServerCosts((0.04,), dict.fromkeys(WIDTHS, (0.05,)))
+    monkeypatch.setattr(replaying_command, "time_server", lambda *_: costs)
+    words = ["method=[aded,ngrams]", "methods.aded.ngrams.search=best_first"]
+    run(files, tmp_path / "here", *words)
+    run(files, tmp_path / "there", *words, "draft_tokens=[2]", "server=http://localhost:1")
+    here, there = (json.loads((tmp_path / name / "report.json").read_text())["reports"] for name in ("here", "there"))
+    assert here[0]["tau"] == there[0]["tau"]
+    assert ["expected" in row and row["expected"] is not None for row in there] == [False, True]
+
+
 def test_transcripts_are_utf8_with_one_record_a_line(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     records = [{"question_id": i, "choices": [{"turns": ["é\u2028b\x85"]}]} for i in range(2)]
@@ -279,6 +296,29 @@ def test_files_of_answers_give_what_decoding_comes_to(
     assert found[1]["tau"] > 1.5
     plant(monkeypatch, reading, "_read_turns", "ids[begin:end]", "ids[begin:end - 1]")
     assert replay_responses(answered, tmp_path / "cut", "greedy", *words)["reports"][1]["tau"] != found[1]["tau"]
+
+
+def test_what_a_drafted_token_takes_in_an_engine_counts_for_the_small_lm_alone(
+    answered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = ServerCosts((0.04,), dict.fromkeys(WIDTHS, (0.05,)))
+    monkeypatch.setattr(replaying_command, "measure_server", lambda server, tokens: costs)
+    words = ["method=[prompt_lookup,small_lm/fixed]", f"small_lm={answered / 'small'}", "draft_tokens=[3]"]
+    expected = {}
+    with running(Plan(str, {})) as target, running(Plan(str, {})) as drafter:
+        for seconds in (0.0, 9.0):
+            monkeypatch.setattr(
+                replaying_command, "measure_drafter",
+                lambda server, tokens, seconds=seconds: (seconds,) * (server.setting == f"draft_server={drafter}"),
+            )  # fmt: skip
+            urls = [f"server={target}", f"draft_server={drafter}"]
+            rows = replay_responses(answered, tmp_path / str(seconds), "greedy", *words, *urls)["reports"]
+            expected[seconds] = [row["expected"]["median"] for row in rows]
+    lookup, small = zip(*expected.values(), strict=True)
+    assert lookup[0] == pytest.approx(lookup[1], rel=0.05)
+    assert small[0] > 1 > 0.1 > small[1]
+    refusal("draft_server=.*: expected null without server=URL", replay_responses, answered, tmp_path, "greedy",
+            *words, "draft_server=http://localhost:1")  # fmt: skip
 
 
 def test_sizes_that_need_measured_costs_are_refused(answered: Path, tmp_path: Path) -> None:

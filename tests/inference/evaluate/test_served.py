@@ -1,6 +1,7 @@
 """A serving engine measured beside this runtime: what is made of what it says, and of what it gets wrong."""
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,7 +27,15 @@ from outrider.inference.measure.results import PromptResult, read_results
 from outrider.inference.measure.statistics import MedianInterval, acceptance_by_position
 from outrider.inference.measure.threads import MachineLoad
 from outrider.inference.report.served import EngineRun, choose_lengths, schedule_lines, served_lines, served_row
-from outrider.inference.report.types import DRAFTED, PLAIN, DepthShare, MethodReport, ServedRow, reports_in
+from outrider.inference.report.types import (
+    DRAFTED,
+    NOT_LOSSLESS,
+    PLAIN,
+    DepthShare,
+    MethodReport,
+    ServedRow,
+    reports_in,
+)
 from outrider.inference.serving.proposer import NgramProposer
 from outrider.inference.settings.engine import DRAFTS, EngineConfig, draft_length, refusal_of, with_lengths
 from outrider.inference.settings.evaluate import EvaluateConfig
@@ -111,9 +120,24 @@ def test_a_token_that_is_not_the_targets_is_a_fault(config: MakeConfig, tmp_path
         evaluate(served(made, stand_in(tmp_path, made, changed=[4, other])))
     found = json.loads((Path(made.out_dir) / "report.json").read_text())
     assert found["served"][0]["identical_to_plain"] == 0
+    assert found["served"][0]["verdict"] == NOT_LOSSLESS
     assert found["served_judgement"]["drafted"]["faults"]
     assert "plain" not in found["served_judgement"]
     assert "faults" in "".join(served_lines(reports_in(found)))
+
+
+@pytest.mark.slow
+def test_a_drafter_of_a_run_that_measured_nothing_is_exported_anew(config: MakeConfig, tmp_path: Path) -> None:
+    made = config("out", methods={"chain": METHODS["chain"]})
+    evaluate(made)
+    python = stand_in(tmp_path, made)
+    shutil.rmtree(made.out_dir)
+    stale = Path(made.out_dir) / FOLDER / "early_exit"
+    stale.mkdir(parents=True)
+    (stale / "stale").touch()
+    evaluate(served(made, python))
+    assert (stale / "model.safetensors").exists()
+    assert not (stale / "stale").exists()
 
 
 def stopped(plugin: Any, where: str, target: Any, dtype: Any, folder: Path) -> None:

@@ -94,6 +94,22 @@ def test_only_the_same_prompts_are_paired(run: Callable[..., str], tmp_path: Pat
     refusal("no prompt in both", compared, tmp_path, first, fourth, resume=True)
 
 
+def test_a_method_that_is_not_lossless_is_not_faster_and_one_group_is_one_speed(
+    run: Callable[..., str], tmp_path: Path
+) -> None:
+    names = [f"p{number}" for number in range(6)]
+    first = run("a", [result(name, 4.0, 2.0, 2) for name in names])
+    second = run("b", [result(name, 4.0, 1.0, 2) for name in names])
+    assert compared(tmp_path, first, second).methods[0].verdict == "faster"
+    report = json.loads(Path(second, "report.json").read_text())
+    report["reports"][0]["verdict"] = "not lossless"
+    Path(second, "report.json").write_text(json.dumps(report))
+    assert compared(tmp_path, first, second, resume=True).methods[0].verdict == "not lossless"
+    grouped = run("c", [replace(result(name, 4.0, 1.0, 2), group="one") for name in names])
+    again = compared(tmp_path, first, grouped, resume=True).methods[0]
+    assert (again.gain.prompts, again.verdict) == (1, "undecided")
+
+
 def test_methods_of_other_names_are_paired_when_told(run: Callable[..., str], tmp_path: Path) -> None:
     first = run("a", [result("p", 4.0, 2.0, 2)])
     second = run("b", [result("p", 4.0, 1.0, 2)], method="other")
