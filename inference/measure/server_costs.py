@@ -8,7 +8,7 @@ answer lies a pass over one. Hence
 
 A pass that verifies a draft computes logits of all its rows, and here only of the last. So beside a large vocabulary
 the passes of a small model come out too cheap. A server that runs the drafter alone tells what a drafted token takes in
-its engine.
+its engine at most: the time of its token has the server's own work for a request in it.
 """
 
 from collections import Counter

@@ -257,7 +257,7 @@ class ReplayConfig(Drafting, Settings):
     speed-up that each method would have there; at most 16 tokens a pass"""
     server_model: str | None = free(None, "the target's name there; null: the first one that it lists")
     draft_server: Url | None = free(None)
-    """URL of such a server that runs the exported small LM instead: a drafted token takes the time of its token"""
+    """URL of such a server that runs the exported small LM: a drafted token takes at most as long as its token"""
     max_new_tokens: Annotated[int, Ge(2)] = opt(128, "of an answer; a longer recorded answer is replayed whole")
     threads: Count | None = opt(None, "of the CPU; null: torch's choice")
     seed: int = opt(0, "of what searches draw")

@@ -221,6 +221,7 @@ def test_versions_may_be_removed_and_a_drafter_that_is_gone_is_told(run: Any, sm
     (tmp_path / "first").rename(moved)
     refusal("the drafter before it, .*first, is gone", run, "back=true")
     assert "version=0004" in run("training.fit.steps=1", drafter=out / "current")
+    assert "version=0004" in run("resume=true", drafter=out / "current")
     (out / "current").unlink()
     (out / "current").symlink_to("versions/0009/drafter")
     moved.rename(tmp_path / "first")

@@ -4,8 +4,11 @@ import itertools
 import json
 import re
 import sys
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,6 +31,7 @@ from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.audit.answers import ServedAnswer, read_answers
 from outrider.inference.audit.audit import audit, judge_arm, score_answers
 from outrider.inference.batch import server
+from outrider.inference.batch.client import ask_together
 from outrider.inference.batch.generate import generate_responses
 from outrider.inference.batch.server import TargetServer
 from outrider.inference.batch.settings import GenerateConfig
@@ -320,3 +324,26 @@ def test_what_is_typed_wrongly_and_what_cannot_be_imported_are_no_verdicts(capsy
     with patch.object(cli, "import_module", side_effect=ImportError("no torch")):
         assert status_of(cli.main, "outrider", "audit", "target=x") == 3
     assert "no torch" in capsys.readouterr().err
+
+
+def test_requests_run_together_and_an_error_waits_for_no_other() -> None:
+    lock, running, most, hangs = threading.Lock(), 0, [0], threading.Event()
+
+    def work(number: int) -> int:
+        nonlocal running
+        with lock:
+            running += 1
+            most.append(running)
+        time.sleep(0.01)
+        with lock:
+            running -= 1
+        return number * number
+
+    assert ask_together([partial(work, number) for number in range(20)], 3) == [n * n for n in range(20)]
+    assert max(most) == 3
+    refusal("no more", ask_together, [partial(raise_refusal, "no more"), hangs.wait, hangs.wait], 2)
+    hangs.set()  # only now do they end
+
+
+def raise_refusal(words: str) -> None:
+    raise UserError(words)

@@ -203,6 +203,7 @@ def test_only_what_an_engine_drafts_is_replayed_as_there(
     here, there = (json.loads((tmp_path / name / "report.json").read_text())["reports"] for name in ("here", "there"))
     assert here[0]["tau"] == there[0]["tau"]
     assert ["expected" in row and row["expected"] is not None for row in there] == [False, True]
+    assert "speed-up there" in (tmp_path / "there/report.md").read_text()
 
 
 def test_transcripts_are_utf8_with_one_record_a_line(tmp_path: Path) -> None:
