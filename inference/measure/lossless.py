@@ -145,8 +145,8 @@ class Reference:
 
     states: keys and values of every layer [1, heads, n, d], n = len(prompt) + len(text) − 1; logits [t, V] before each
     token of the text. states_noise [rows, n] and logits_noise [t]: the errors of the stock pass. stock_logits [t, V].
-    tipping_noise: the same, or the largest error of readings in `PIECES` where that exceeds it by more than `TIPS`
-    times; computed on first use.
+    tipping_noise: the same, or the largest error of readings in `PIECES` at positions where that exceeds it in some row
+    by more than `TIPS` times; computed on first use.
     """
 
     prompt: tuple[int, ...]
@@ -181,10 +181,9 @@ def make_reference(model: PreTrainedModel, prompt: Sequence[int], text: Sequence
                 read_logits, read = _forward(model, ids, len(text), length)
                 of_states = torch.maximum(of_states, _state_errors(read, states))
                 of_logits = torch.maximum(of_logits, _logit_errors(read_logits, logits))
-        return (
-            torch.where(of_states > TIPS * states_noise, of_states, states_noise),
-            torch.where(of_logits > TIPS * logits_noise, of_logits, logits_noise),
-        )
+        tips = (of_states > TIPS * states_noise).any(0)  # [n]: what tips in one layer reaches the later ones
+        of_text = tips[-len(text) :] | (of_logits > TIPS * logits_noise)
+        return torch.where(tips, of_states, states_noise), torch.where(of_text, of_logits, logits_noise)
 
     return Reference(
         tuple(prompt), tuple(text), states, logits, states_noise, logits_noise, stock_logits, tipping_noise
