@@ -1,11 +1,11 @@
 """Settings of the commands of this folder; light, so that a config error is reported at once."""
 
-import os
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Lt
 
+from outrider.base.cores import usable_cores
 from outrider.base.errors import require
 from outrider.base.settings import DEFAULT, Count, Positive, RunConfig, Seed, always, free, only, opt
 from outrider.data_prep.text.settings import DataConfig, Order, PromptFile, PromptTemplate
@@ -132,8 +132,7 @@ class TrigramConfig(Rehearsed, RunConfig):
 
     @property
     def processes(self) -> int:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # of the job
-        return self.workers or cores or 1
+        return self.workers or usable_cores()
 
     def corpus(self) -> dict[str, object]:
         """The settings that determine the counted text, JSON-able."""

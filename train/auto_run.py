@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
+from outrider.base.cores import usable_cores
 from outrider.base.errors import UserError, require, warn
 from outrider.base.files import read_mapping, require_writable, write_atomically, write_json
-from outrider.base.machine import usable_cores
 from outrider.base.progress import Stage
 from outrider.base.run_dirs import check_identity, only_run, require_free
 from outrider.base.settings import construct, read_as

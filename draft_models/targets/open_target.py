@@ -242,11 +242,16 @@ def pick_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
-        if device.index is not None and device.type == "cuda":
-            torch.cuda.set_device(device)  # streams, events and graphs are created there
+        use_device(device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device={name}: not usable here ({str(error).splitlines()[0]}); try device=auto") from None
     return device
+
+
+def use_device(device: torch.device) -> None:
+    """Make a named GPU the current one of this thread: streams, events and graphs are created there."""
+    if device.index is not None and device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def pick_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype:

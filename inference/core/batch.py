@@ -286,11 +286,11 @@ def _wait(yielding: bool, kind: tuple[int, int, str], pass_: Pass, x: Tensor, vi
 class Worker:
     """Runs a batch of up to `most` texts in a thread of its own, which ends when there is nothing to do.
 
-    Further texts wait until a text ends. Any thread may call the methods.
+    Further texts wait until a text ends. Any thread may call the methods. begin: called first in each such thread.
     """
 
-    def __init__(self, batch: Batch, most: int):
-        self.batch, self.most = batch, most
+    def __init__(self, batch: Batch, most: int, begin: Callable[[], None] = lambda: None):
+        self.batch, self.most, self._begin = batch, most, begin
         self._jobs: list[Callable[[], None]] = []
         self._waiting: list[BatchText] = []
         self._busy, self._lock = False, Lock()
@@ -342,6 +342,7 @@ class Worker:
                 Thread(target=self._run).start()
 
     def _run(self) -> None:
+        self._begin()
         while True:
             with self._lock:
                 jobs, self._jobs = self._jobs, []

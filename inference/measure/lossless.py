@@ -181,13 +181,20 @@ def make_reference(model: PreTrainedModel, prompt: Sequence[int], text: Sequence
                 read_logits, read = _forward(model, ids, len(text), length)
                 of_states = torch.maximum(of_states, _state_errors(read, states))
                 of_logits = torch.maximum(of_logits, _logit_errors(read_logits, logits))
-        tips = (of_states > TIPS * states_noise).any(0)  # [n]: what tips in one layer reaches the later ones
-        of_text = tips[-len(text) :] | (of_logits > TIPS * logits_noise)
-        return torch.where(tips, of_states, states_noise), torch.where(of_text, of_logits, logits_noise)
+        return units_after_tips((states_noise, logits_noise), (of_states, of_logits))
 
     return Reference(
         tuple(prompt), tuple(text), states, logits, states_noise, logits_noise, stock_logits, tipping_noise
     )
+
+
+def units_after_tips(once: tuple[Tensor, Tensor], largest: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The units of states [rows, n] and logits [t]. At the positions where a reading tipped in some row they are the
+    `largest` errors of all readings, as what tips in one layer reaches the later ones; elsewhere those of `once`."""
+    (states, logits), (of_states, of_logits) = once, largest
+    tips = (of_states > TIPS * states).any(0)  # [n]; the logits are those of the last t positions
+    of_text = tips[-len(logits) :] | (of_logits > TIPS * logits)
+    return torch.where(tips, of_states, states), torch.where(of_text, of_logits, logits)
 
 
 def _forward(

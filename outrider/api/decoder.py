@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Self, overload
 
-import torch
 from annotated_types import Ge, Le
 from transformers import PreTrainedTokenizerBase
 
@@ -37,6 +36,7 @@ from outrider.base.settings import Count, construct
 from outrider.base.streams import Streams
 from outrider.data_prep.text.chat import StreamedText
 from outrider.data_prep.text.settings import PromptTemplate
+from outrider.draft_models.targets.open_target import use_device
 from outrider.draft_models.targets.settings import DecodeDtype
 from outrider.draft_models.targets.vocabulary import KWARGS
 from outrider.inference.core.batch import Batch, Worker
@@ -101,7 +101,8 @@ class Decoder:
             prepare_models(self.stack, self.drafters)
         self.runtime = make_runtime(config.runtime, self.setup.device)
         self.budget = budget_of(self.stack, self.drafters, cache_bytes)
-        self._worker = Worker(Batch(self.runtime, budget=self.budget), batch)  # runs all passes of this target
+        texts = Batch(self.runtime, budget=self.budget)
+        self._worker = Worker(texts, batch, functools.partial(use_device, self.setup.device))  # runs all passes
         self.last: GenerationCounts | None = None
         self._inherited: dict[tuple[bool, bool], Inherited] = {}
         self._tuning: Tuning | None = None
@@ -305,7 +306,7 @@ class Decoder:
         decoder.config = config
         decoder.drafters = load_drafters(decoder.config, setup.target, dtype=setup.dtype, device=setup.device)
         for kind, model in decoder.drafters.items():
-            self._worker.do(functools.partial(self._prepare, kind, model))
+            self._worker.do(functools.partial(kinds.KINDS[kind].load_plugin().prepare, model, self.stack))
         decoder.budget = budget_of(self.stack, decoder.drafters, self.budget.most)
         batch = self._worker.batch
         batch.budget = max(batch.budget or self.budget, decoder.budget)
@@ -353,7 +354,6 @@ class Decoder:
         logprobs: int | None,
     ) -> Iterator[Round]:
         """The rounds of a text after `ids`, in the worker's thread; the other arguments as of `rounds`."""
-        _use_device(self.setup.device)
         sampled = text.sampling.temperature > 0
         sampler, chance = text.sampler(ids, self.setup.device), streams.of("verify") if sampled else None
         selector = TokenSelector(sampler, chance, self.method.verification)
@@ -367,14 +367,8 @@ class Decoder:
             decode = functools.partial(autoregressive, self.stack)
         batch = self._worker.batch
         rounds = decode(ids, max_new_tokens=text.max_new_tokens, eos=text.eos, selector=selector, runtime=batch)
-        rounds = _rounds_on(self.setup.device, rounds)
         rounds = cut_at_stop(rounds, ids, rule.first_end) if rule is not None else rounds
         return selector.score_rounds(rounds) if isinstance(selector, ScoringSelector) else rounds
-
-    def _prepare(self, kind: str, model: object) -> None:
-        """Prepare a drafter, in the worker's thread."""
-        _use_device(self.setup.device)
-        kinds.KINDS[kind].load_plugin().prepare(model, self.stack)
 
     def _tune(self, ids: list[int], sampling: SamplingConfig) -> None:
         """Measure the costs for "auto" sizes once, by decoding after the first prompt, which is `ids`."""
@@ -403,15 +397,3 @@ class Decoder:
         tokens = text.tokens
         self.last = counts = GenerationCounts(len(tokens), passes, prompt, tokens[-1] in self.ends, tuple(tokens))
         return counts
-
-
-def _use_device(device: torch.device) -> None:
-    """Make a GPU the current one of this thread: streams, events and graphs are created there."""
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)
-
-
-def _rounds_on(device: torch.device, rounds: Iterator[Round]) -> Iterator[Round]:
-    """`rounds`, decoded in whatever thread asks for the first."""
-    _use_device(device)
-    yield from rounds

@@ -1,4 +1,4 @@
-"""This machine: its description for reports, its cores, and the number type that is fast on it."""
+"""This machine: its description for reports, and the number type that is fast on it."""
 
 import os
 import platform
@@ -17,11 +17,6 @@ def describe_machine(device: str | None = None) -> dict[str, str | int | None]:
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
     }
-
-
-def usable_cores() -> int:
-    """The cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 # other unknown field may be empty or 0.
 UNREAD = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
           "include_obfuscation", "timings_per_token"}  # fmt: skip
-HARMLESS = {"tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"], "best_of": 1}
-HARMLESS["type"] = "text"  # of a message of lm-evaluation-harness
+HARMLESS = {"tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"], "best_of": 1,
+            "type": "text"}  # fmt: skip  # the last of a message of lm-evaluation-harness
 HARMLESS |= dict.fromkeys(("enable_thinking", "thinking"))  # only null: they belong into `chat_template_kwargs`
 HARMLESS |= dict.fromkeys(("skip_special_tokens", "add_special_tokens", "add_generation_prompt", "detokenize"), True)
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

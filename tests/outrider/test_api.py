@@ -118,6 +118,16 @@ def test_a_fault_of_the_runtime_shows(folder: Path, model: Any) -> None:
         assert faulty.report([PROMPT], max_new_tokens=40)["verdict"] == "target differs"
 
 
+def test_the_thread_that_decodes_uses_the_device_of_the_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a second GPU's graphs would be captured on the first one."""
+    begun = []
+    monkeypatch.setattr(api, "use_device", lambda device: begun.append((device, threading.current_thread())))
+    loaded = outrider.load(folder / EARLY_EXIT, device="cpu")
+    loaded.generate("ab", max_new_tokens=2)
+    assert begun[0][0] == loaded.setup.device
+    assert all(thread is not threading.main_thread() for _, thread in begun)
+
+
 def test_a_seed_gives_the_same_text_again_and_another_seed_another(model: Any) -> None:
     texts = [model.generate(PROMPT, max_new_tokens=24, do_sample=True, seed=seed) for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]

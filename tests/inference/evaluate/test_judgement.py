@@ -43,6 +43,7 @@ from outrider.inference.measure.lossless import (
     double_precision,
     judge_deviations,
     make_reference,
+    units_after_tips,
 )
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig
@@ -228,6 +229,15 @@ def test_no_fault_where_readings_of_transformers_differ(subject: Subject) -> Non
     assert judged(lucky).faults == ()
     once = judged(replace(lucky, tipping_noise=lambda: (little, reference.logits_noise)))
     assert (once.peak_at, len(once.faults)) == (f"values of layer 1 at position {position}", 1)
+
+
+def test_a_tip_in_one_layer_is_one_in_all_of_that_position() -> None:
+    once, largest = (torch.ones(4, 5), torch.ones(3)), (torch.full((4, 5), 2.0), torch.full((3,), 2.0))
+    largest[0][1, 3] = 9.0  # of the logits, the second has this position
+    states, logits = units_after_tips(once, largest)
+    assert states[:, 3].tolist() == [2.0, 9.0, 2.0, 2.0]
+    assert states.sum() == 16 + 15
+    assert logits.tolist() == [1.0, 2.0, 1.0]
 
 
 @pytest.mark.parametrize("architecture", typical_where(lambda name: name in ("mistral", "opt"), ARCHITECTURES))
