@@ -8,6 +8,7 @@ from annotated_types import Ge, Gt, Lt
 from outrider.base.cores import usable_cores
 from outrider.base.errors import require
 from outrider.base.settings import DEFAULT, Count, Positive, RunConfig, Seed, always, free, only, opt
+from outrider.data_prep.text.data_files import resolve_paths
 from outrider.data_prep.text.settings import DataConfig, Order, PromptFile, PromptTemplate
 from outrider.draft_models.targets.settings import (
     ONE_OR_MORE,
@@ -138,4 +139,6 @@ class TrigramConfig(Rehearsed, RunConfig):
         """The settings that determine the counted text, JSON-able."""
         silent = ("template", "chat_template_kwargs", "mix", "streaming")
         fields = {key: value for key, value in self.data.decisions().items() if key not in silent}
-        return {**fields, "path": list(self.data.path), "text": self.text}
+        files = resolve_paths(self.data.path) if self.data.source == "local" else []
+        size = {"bytes": sum(path.stat().st_size for path in files)}  # which grow by further answers
+        return {**fields, "path": list(self.data.path), "text": self.text, **size}

@@ -27,6 +27,8 @@ def write_card(path: Path, use: str, target: str, facts: Mapping[str, object]) -
     tau = next((facts[name] for name in TAUS if name in facts), None)
     page_names = {"path": PageName(path), "target": PageName(target)}
     is_useless = isinstance(tau, float) and tau < LEAST_TAU
+    if target.endswith(".gguf"):
+        use = use.replace(_CONVERSION, "").replace(_OTHER_CONVERSION, "").replace(_CONVERTED, "{target:shell}")
     if is_useless:
         warn(f"{path}: of no use: τ = {tau:.2f}, below {LEAST_TAU}; train it longer, or on the target's own answers")
     sections = [
@@ -68,6 +70,16 @@ def describe_serving(drafted: int, engine: str = "vllm", *, one_pass: bool = Fal
 
 
 LLAMA_CPP_DRAFT = 3  # tokens of a draft that paid in llama.cpp (docs/deploy.md)
+# Of a target that is no GGUF file; `write_card` leaves them out of others' cards.
+_CONVERSION, _CONVERTED = (
+    """outrider export checkpoint={target:option} engine=llama_cpp out_dir=target_gguf
+""",
+    "target_gguf/model.gguf",
+)
+_OTHER_CONVERSION = """
+
+The first line wants a directory; llama.cpp's own `convert_hf_to_gguf.py {target:shell} --outfile FILE` does \
+the same."""
 PLAIN_ENGINES = ("transformers", "vllm", "sglang")  # they read a causal LM's Hugging Face directory
 _SERVING = {
     "transformers": """transformers:
@@ -90,16 +102,12 @@ python -m sglang.launch_server --model-path {target:shell} --speculative-algorit
   --speculative-draft-model-path {path:shell} --speculative-num-steps %(drafted)d --speculative-eagle-topk %(topk)d \\
   --speculative-num-draft-tokens %(checked)d
 ```""",
-    "llama_cpp": """llama.cpp, whose target is a GGUF file too:
+    "llama_cpp": f"""llama.cpp, whose target is a GGUF file too:
 
 ```
-outrider export checkpoint={target:option} engine=llama_cpp out_dir=target_gguf
-llama-server -m target_gguf/model.gguf -md {path:shell}/model.gguf --spec-type %(drafts)s \
+{_CONVERSION}llama-server -m {_CONVERTED} -md {{path:shell}}/model.gguf --spec-type %(drafts)s \
 --spec-draft-n-max %(drafted)d%(p_min)s
-```
-
-The first line wants a directory; llama.cpp's own `convert_hf_to_gguf.py {target:shell} --outfile FILE` does \
-the same.""",
+```{_OTHER_CONVERSION}""",
     "openvino": """OpenVINO GenAI, whose target is converted too:
 
 ```

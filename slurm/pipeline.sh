@@ -38,6 +38,12 @@ fi
 set_default() { grep -q "^$2=" <<<"${options_of[$1]}" || options_of[$1]+=$2=$3$'\n'; }
 # The user's option of stage generate; the value of a key in a file of conf/, if the file is there.
 generate_option() { sed -n "s/^$1=//p" <<<"${options_of[generate]}"; }
+# pass_arguments STAGE KEY: the chat template's arguments of stage generate, unless the stage has some.
+pass_arguments() {
+  local lines
+  lines=$(sed -n "s/^data\.chat_template_kwargs/$2/p" <<<"${options_of[generate]}")
+  [ -z "$lines" ] || grep -q "^$2" <<<"${options_of[$1]}" || options_of[$1]+=$lines$'\n'
+}
 read_yaml() { [ ! -f "conf/$2.yaml" ] || sed -n "s/^$1: //p" "conf/$2.yaml"; }
 [ -z "$template" ] || set_default generate data.template "$template"
 answer_template=$(generate_option data.template) # else the experiment's or the data set's, which is sharegpt
@@ -58,8 +64,10 @@ for stage in eesd calibrate; do
   fi
   set_default "$stage" $answers.path "$(quote "$out/responses/responses-*.jsonl")"
   [ -z "$answer_template" ] || set_default "$stage" $answers.template "$answer_template"
+  pass_arguments "$stage" $answers.chat_template_kwargs
 done
 [ -z "$template" ] || set_default evaluate template "$template"
+pass_arguments evaluate chat_template_kwargs
 set_default evaluate method '[eesd_beta,eesd_cali]'
 
 previous_job=''

@@ -124,12 +124,13 @@ def test_out_of_time(cluster: Cluster, script: str, restarts: str, requeued: boo
     while not (cluster.folder / "work").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     job.send_signal(subprocess.signal.SIGUSR1)
-    time.sleep(0.3)
-    (cluster.folder / "over").touch()
+    if not requeued:  # else the stand-in for scontrol ends the work, as Slurm would
+        time.sleep(0.3)
+        (cluster.folder / "over").touch()
     out, _ = job.communicate(timeout=60)
     assert cluster.calls("scontrol") == ([["requeue", "4711"]] if requeued else [])
     assert f"restart {int(restarts) + 1}" in out if requeued else "MAX_RESTARTS" in out
-    assert job.returncode == (143 if requeued else 7)  # the stand-in for scontrol ends the work as Slurm would
+    assert job.returncode == (143 if requeued else 7)
 
 
 def test_a_table_in_parts(cluster: Cluster, tmp_path: Path) -> None:
@@ -184,6 +185,16 @@ def test_pipeline(cluster: Cluster) -> None:
         assert call == [*options, *rest]
         for word in rest:
             assert not word.endswith((".py", ".sbatch")) or (ROOT / word).exists()
+
+
+def test_the_chat_templates_arguments_reach_all_stages(cluster: Cluster) -> None:
+    words = ["generate.data=ultrachat", "generate.data.chat_template_kwargs.enable_thinking=false"]
+    cluster.run(
+        "pipeline.sh", "target=m", "out_dir=o", *words, "calibrate.data.chat_template_kwargs.enable_thinking=true"
+    )
+    given = [[word for word in call if "enable_thinking" in word] for call in cluster.calls("sbatch")]
+    key = "chat_template_kwargs.enable_thinking"
+    assert given == [[f"data.{key}=false"], [f"data.{key}=false"], [f"data.{key}=true"], [f"{key}=false"]]
 
 
 def test_a_path_is_what_was_typed_whatever_is_in_it(cluster: Cluster) -> None:

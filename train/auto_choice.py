@@ -40,7 +40,8 @@ ORDER: Mapping[Device, tuple[str, ...]] = {
 LEAST_MINUTES: Mapping[Device, float] = {"cpu": 4.0, "cuda": 0.75}  # of a training: those of the records that paid
 _SHORTEST, _LONGEST = 64, 256  # bounds of the tokens of a measured text, which is as long as the target's answers
 _BATCH_ROWS: Mapping[Device, int] = {"cpu": 40, "cuda": 256}  # prompts that are answered together at most
-_PARAMETERS = 5e8  # of a target: above it a CPU answers fewer at once, to keep the time of a batch
+_PARAMETERS = 1.25e9  # of a target: above it a CPU answers fewer at once, to keep the time of a batch
+_FEWEST_ROWS = 8  # up to which further rows of a pass cost a CPU little (passes_user_size_cpu.json)
 _UNTRAINED = (NGRAMS.name, PROMPT_LOOKUP.name)  # methods that are always measured
 # Shares of answers, trainings and report in the minutes that loading leaves.
 _WITH_TRAINING, _WITHOUT = (0.47, 0.36, 0.17), (0.7, 0.0, 0.3)
@@ -54,8 +55,11 @@ _WRITING = 0.12  # share of all minutes in which the target writes prompts
 TOP_K = 16  # log-probabilities of a token in the answers: those of experiment=auto
 _FEWEST_PROMPTS = 40  # that it writes together
 TOKENISED_BYTES = 1.2e6  # of text in a second by a core
-# The small LM with a corpus, and a target of more than `_PARAMETERS`: larger, as it learns from more text, and costs
-# little beside such a target (benchmarks/results/user_size.md).
+# Bytes of text in a second that the small LM learns from at most: seven times the 12,000 of two cores (user_size.md).
+_LEARNT_BYTES: Mapping[Device, float] = {"cpu": 8e4, "cuda": 2e6}
+# The small LM with a corpus, and a target of more parameters: larger, as it learns from more text, and costs little
+# beside such a target (benchmarks/results/user_size.md).
+_LARGE = 5e8
 _WIDER = {
     "drafter.layers": 3, "drafter.hidden": 384, "drafter.heads": 6, "drafter.kv_heads": 2, "drafter.intermediate": 1024,
     "draft_vocabulary": 12288,
@@ -72,6 +76,7 @@ class FirstAnswers:
     answer. prompts: all prompts, of which `answered` have an answer. context: of the target, in tokens. loading:
     minutes in which a step starts and loads the target. spent: minutes so far. top_k: log-probabilities of a token
     that the answers have. parameters: of the target; 0: unknown. tokenising: minutes for the corpus, once.
+    corpus_share: what a small LM reads of it.
     """
 
     device: Device
@@ -86,6 +91,7 @@ class FirstAnswers:
     top_k: int = TOP_K
     parameters: float = 0.0
     tokenising: float = 0.0
+    corpus_share: float = 1.0
 
     @property
     def longest_text(self) -> int:
@@ -99,7 +105,7 @@ class FirstAnswers:
 
     def unlimited_minutes(self, kinds: Sequence[str]) -> float:
         """The minutes that are spent, and those of all that has no limit if drafters of these kinds are trained."""
-        readings = 2 if SMALL_LM.name in kinds else 1  # by the table, and by the small LM
+        readings = 1 + self.corpus_share * (SMALL_LM.name in kinds)  # by the table, and by the small LM
         return self.spent + _QUICK_STEPS + self.loading * (2 + len(kinds)) + self.tokenising * readings
 
     def report_minutes(self, kinds: Sequence[str], tokens: float) -> float:
@@ -141,8 +147,16 @@ def choose_rows(device: Device, parameters: float, text_bytes: float, free_bytes
 
     text_bytes: cache of a prompt and its answer. free_bytes: memory left by the target's weights.
     """
-    rows = _BATCH_ROWS[device] if device == "cuda" else _BATCH_ROWS[device] * min(1.0, _PARAMETERS / parameters)
+    share = 1.0 if device == "cuda" else min(1.0, _PARAMETERS / parameters)
+    rows = max(_FEWEST_ROWS, _BATCH_ROWS[device] * share)
     return max(1, min(int(rows), int(free_bytes / 2 / text_bytes)))
+
+
+def choose_corpus_share(config: AutoConfig, device: Device, corpus_bytes: float) -> float:
+    """The share of a corpus of so many bytes that the small LM can learn from in its minutes at most."""
+    _, training_share, _ = _WITH_TRAINING
+    learnt = _LEARNT_BYTES[device] * 60 * config.minutes * training_share / 2
+    return float(f"{min(1.0, learnt / max(1.0, corpus_bytes)):.2g}")
 
 
 def choose_trainings(
@@ -237,7 +251,7 @@ def configure_pipeline(
     if config.prompts is None:
         writing, rows = float(f"{_WRITING * config.minutes:.3g}"), max(_FEWEST_PROMPTS, answers.rows)
         steps["prompts"] |= {MINUTES: writing, "batch_size": rows}
-    steps["responses"] |= {"batch_size": answers.rows, "shard_size": 2 * answers.rows}
+    steps["responses"] |= {"batch_size": answers.rows, "shard_size": max(128, 2 * answers.rows)}
     if config.server:
         _let_server_answer(config, steps, answers)
     measured = (*choice.kinds, *choice.finished)
@@ -266,10 +280,12 @@ def _read_corpus_first(paths: Sequence[str], steps: dict[str, dict[str, object]]
     options = steps[SMALL_LM.name]
     of_shape = [name for name in options if name.partition(".")[0] in ("drafter", "draft_vocabulary")]
     shape = {name: options.pop(name) for name in of_shape}
-    wider = {} if 0 < answers.parameters < _PARAMETERS else _WIDER
+    wider = {} if 0 < answers.parameters < _LARGE else _WIDER
     steps[CORPUS_LM] = options | shape | wider | corpus | {"objective": "cross_entropy"}
     for name in ("teacher", "data.heldout_fraction"):  # of the answers
         steps[CORPUS_LM].pop(name, None)
+    if answers.corpus_share < 1:
+        steps[CORPUS_LM]["data.share"] = answers.corpus_share
     options |= _AFTER_CORPUS
 
 

@@ -6,8 +6,10 @@ from it.
 """
 
 import time
-from collections.abc import Mapping
+import typing
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -24,6 +26,8 @@ from outrider.data_prep.targets import fetch_target
 from outrider.data_prep.text.chat import around_question, render_prompt
 from outrider.data_prep.text.data_files import resolve_paths
 from outrider.data_prep.text.prompts import read_prompts, split_prompts
+from outrider.data_prep.text.settings import DataConfig
+from outrider.data_prep.text.sources import Split, read_records
 from outrider.draft_models.card import CARD_FILE
 from outrider.draft_models.early_exit.checkpoint import META_FILE
 from outrider.draft_models.small_lm.model import TRAINING_FILE
@@ -31,22 +35,31 @@ from outrider.draft_models.targets.fingerprint import Fingerprint
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import OpenTarget, open_target, pick_device, pick_dtype
 from outrider.draft_models.targets.unseen_target import open_unseen
-from outrider.draft_models.targets.vocabulary import bind_arguments
+from outrider.draft_models.targets.vocabulary import KWARGS, bind_arguments
 from outrider.inference.batch.directory import SUMMARY_FILE, seconds_spent
-from outrider.inference.loading.memory_plan import GB, Storage, cache_bytes, evaluation_memory, free_bytes, weight_bytes
+from outrider.inference.loading.memory_plan import (
+    GB,
+    Storage,
+    cache_bytes,
+    evaluation_memory,
+    free_bytes,
+    stored_bytes,
+    weight_bytes,
+)
 from outrider.inference.measure.prepared import require_fits
 from outrider.inference.measure.threads import warn_if_busy
 from outrider.inference.measure.time_limit import TimeLimit
 from outrider.inference.report.sentences import write_recommendation, write_repeat_command
 from outrider.inference.report.types import read_reports
 from outrider.inference.settings.evaluate import EvaluateConfig
-from outrider.inference.settings.kinds import EARLY_EXIT, KINDS, PROMPT_LOOKUP, SMALL_LM
+from outrider.inference.settings.kinds import EARLY_EXIT, KINDS, NGRAMS, PROMPT_LOOKUP, SMALL_LM
 from outrider.inference.settings.method import preset
 from outrider.train import auto_choice, steps
 from outrider.train.auto_choice import NO_CHOICE, Choice, Device, FirstAnswers, configure_pipeline
 from outrider.train.auto_server import LOG, open_server, replay_there
 from outrider.train.pipeline_run import check_steps, plan_steps, require_one_process, run_pipeline
 from outrider.train.settings.auto import NO_WEIGHTS, PACKAGED, TRAINABLE, AutoConfig
+from outrider.train.settings.forecast import FORECAST_KINDS
 from outrider.train.settings.pipeline import MINUTES
 from outrider.train.steps import ConfigFor, Step, write_words
 
@@ -55,6 +68,7 @@ _OF_SHORT_TEXTS = {*_LONGER, MINUTES, "card", "resume", "out_dir"}  # options of
 RECORD = "auto.json"
 _EXPORT, _EXPORT_MINUTES = "train/export.py", 0.5  # exports come after the last step
 _TEXT_TOKENS = 1024  # of a prompt and its answer
+_FEWEST_TEXTS = 8  # that a share of the corpus holds out
 _REMEDY = "give another out_dir"
 DRAFTERS = steps.ROOT / "drafters"  # those of this project, in a clone of it
 # By kind, the file of a drafter in `DRAFTERS` that has the fingerprint of its target, and the key.
@@ -94,6 +108,9 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
     unfit = _find_unfit(config)
     kinds = auto_choice.ORDER[device] if config.train == "auto" else config.train
     choice = Choice(tuple(kind for kind in kinds if kind not in unfit), {}, {})
+    if config.corpus and SMALL_LM.name in choice.kinds:
+        share = _share_of_corpus(config.corpus, auto_choice.choose_corpus_share(config, device, corpus_bytes))
+        answers = replace(answers, corpus_share=share)
     pipeline = configure_pipeline(config, choice, answers, config_for)
     plan = plan_steps(pipeline, config_for)
     check_steps(pipeline, plan)
@@ -117,12 +134,26 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
     _conclude(config, pipeline.folder, plan, config_for)
 
 
+def _share_of_corpus(paths: Sequence[str], share: float) -> float:
+    """`share`, or 1 where so small a part has too few texts. Raises `UserError` for a corpus of which a small LM would
+    learn nothing, or hold out nothing."""
+    for tried, least in ((share, _FEWEST_TEXTS), (1.0, 1)):
+        data = DataConfig(source="local", path=[*paths], share=tried)
+        counts = {split: len([*islice(read_records(data, split), least)]) for split in typing.get_args(Split)}
+        if min(counts.values()) == least:
+            return tried
+    lacks = f"no text of it is in the {min(counts, key=lambda split: counts[split])} split"
+    as_one = "a file of text counts as one text: give more files, or a .jsonl file of texts"
+    raise UserError(f"corpus={', '.join(paths)}: {lacks}; {as_one}")
+
+
 def _size_batches(target: OpenTarget, device: Device, available: float) -> FirstAnswers:
     """The facts before the first answers: machine and context. available: bytes of memory."""
     storage = Storage(pick_dtype("fast", target.config, torch.device(device)).itemsize, _TEXT_TOKENS)
-    weights, text = weight_bytes(target.config, storage), cache_bytes(target.config, storage)
-    rows = auto_choice.choose_rows(device, weights / storage.itemsize, text, available - weights)
-    return FirstAnswers(device, rows, context=context_limit(target.config), parameters=weights / storage.itemsize)
+    parameters, text = weight_bytes(target.config, storage) / storage.itemsize, cache_bytes(target.config, storage)
+    weights = stored_bytes(target, torch.device(device)) or parameters * storage.itemsize
+    rows = auto_choice.choose_rows(device, parameters, text, available - weights)
+    return FirstAnswers(device, rows, context=context_limit(target.config), parameters=parameters)
 
 
 def _try_server(config: AutoConfig, target: OpenTarget, device: Device) -> FirstAnswers:
@@ -173,10 +204,7 @@ def _describe_memory(target: OpenTarget, available: float) -> str:
     """The memory of an evaluation without drafters, and the machine's. Raises `UserError` if that is too little."""
     methods = {PROMPT_LOOKUP.name: preset(PROMPT_LOOKUP.name)}
     evaluation = EvaluateConfig(target=target.source, dtype="fast", methods=methods)
-    original = target.files.original
-    is_stored = original is not None and original.quantised and pick_device("auto").type == "cpu"
-    stored = sum(path.stat().st_size for path in target.files.paths() or () if path.is_file()) if is_stored else 0
-    size = sum(part.size for part in evaluation_memory(evaluation, target.config, _TEXT_TOKENS, stored))
+    size = sum(part.size for part in evaluation_memory(evaluation, target, _TEXT_TOKENS))
     memory = f"memory_gb={size / GB:.1f} of {available / GB:.1f}"
     if size > available:
         raise UserError(f"target={target.source}: decoding it takes {memory}; take a smaller one")
@@ -262,9 +290,16 @@ def _describe_report(config: AutoConfig, folder: Path, plan: list[Step]) -> list
     *_, report = plan
     words, reports = report.words, read_reports(report.product, "remove it, and resume=true does the step again")
     lines = [write_recommendation(reports), f"report: {report.product.with_name('report.html')}"]
-    for name in (step.name for step in plan if step.name in _EXPORTED):
-        serve_words = write_words({"target": config.target, "checkpoint": folder / name})
-        lines.append(f"talk to it: {' '.join(map(quote_word, ['outrider', 'serve', *serve_words]))}")
+    names = [step.name for step in plan if step.name in _EXPORTED]
+    shared: dict[str, object] = {"target": config.target}
+    shared |= {"template": config.template} if config.template != "auto" else {}
+    shared |= {KWARGS: config.chat_template_kwargs} if config.chat_template_kwargs else {}
+    lines += [f"talk to it: {_write_command('serve', shared | {'checkpoint': folder / name})}" for name in names]
+    if kinds := [kind for kind, (step, _) in FORECAST_KINDS.items() if step in names and kind != NGRAMS.name]:
+        answers, prompts = folder / "responses/responses-*.jsonl", folder / "prompts/heldout.jsonl"
+        longer: dict[str, object] = {"answers": answers, "prompts": prompts, "kinds": kinds, MINUTES: config.minutes}
+        forecast = _write_command("forecast", shared | longer | {"out_dir": folder / "forecast"})
+        lines.append(f"what {config.minutes:g} minutes of each training would bring: {forecast}")
     if reports[0].conditions.load.busy:
         lines.append(write_repeat_command(words, report.product.parent))
     same_words = [word for word in words if word.partition("=")[0] not in _OF_SHORT_TEXTS]
@@ -272,12 +307,20 @@ def _describe_report(config: AutoConfig, folder: Path, plan: list[Step]) -> list
     return [*lines, f"measure longer texts: {' '.join(map(quote_word, longer_command))}"]
 
 
+def _write_command(command: str, options: Mapping[str, object]) -> str:
+    return " ".join(map(quote_word, ["outrider", command, *write_words(options)]))
+
+
 def _export(config: AutoConfig, folder: Path, name: str, config_for: ConfigFor) -> str:
     """Write a drafter for an engine: llama.cpp if it can run target and drafter, else vLLM. Returns the folder."""
     out_dir = folder / "export" / name
-    options = {"checkpoint": folder / name, "out_dir": out_dir, "resume": True}
-    options |= {} if config.server else {"target": config.target}
-    llama_cpp = (config.tokenizer or config.target).endswith(".gguf") and name in ("eesd", SMALL_LM.name)
+    options: dict[str, object] = {"checkpoint": folder / name, "out_dir": out_dir, "resume": True}
+    is_gguf = (config.tokenizer or config.target).endswith(".gguf")
+    if not config.server:
+        options["target"] = config.target
+    elif is_gguf and name == SMALL_LM.name:  # only the file's header is read
+        options["target"] = config.tokenizer
+    llama_cpp = is_gguf and name in ("eesd", SMALL_LM.name)
     for engine in ["llama_cpp", "vllm"] if llama_cpp else ["vllm"]:
         words = write_words({**options, "engine": engine})
         if steps.run_command(_EXPORT, words, config_for(_EXPORT, words), folder / LOG) == 0:

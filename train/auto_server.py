@@ -20,7 +20,7 @@ from outrider.inference.batch.server import TargetServer
 from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.loading.target_setup import end_tokens
 from outrider.inference.measure.replay_report import MethodReplay
-from outrider.inference.measure.statistics import MARGIN, MedianInterval
+from outrider.inference.measure.statistics import MARGIN, MIN_PROMPTS, MedianInterval
 from outrider.inference.settings.engine import draft_length
 from outrider.inference.settings.kinds import PROMPT_LOOKUP, SMALL_LM
 from outrider.train import steps
@@ -70,6 +70,8 @@ def recommend_there(reports: Sequence[MethodReplay]) -> str:
     there, tau = expected[best.method], f"τ {best.tau:.2f}"
     if there.median is None or there.ci95 is None:
         return f"undecided: the passes of the engine could not be timed; `{best.method}` has the most, {tau}"
+    if there.prompts < MIN_PROMPTS:
+        return f"undecided: a verdict needs {MIN_PROMPTS} answers that do not loop; `{best.method}` has the most, {tau}"
     low, high = there.ci95
     gain = f"{there.median:.2f} times plain decoding [{low:.2f}, {high:.2f}] with {tau}"
     if low > 1 + MARGIN:

@@ -78,9 +78,9 @@ def finetune_drafter(config: FinetuneConfig) -> None:
             vocabulary = None if tokens is None else DraftVocabulary(tokens, target.config.vocab_size)
 
         teacher = load_target(config, target, run.device) if config.online else None
-        size, eos = target.config.vocab_size, target.tokenizer.eos_token_id
+        size, ends = target.config.vocab_size, frozenset(end_tokens(target))
         lm = start_lm(config, shape, target.tokenizer, run.device, vocabulary, size, parallel)
-        samples = OnPolicy(config.on_policy, config.on_policy_tokens, config.fit.seed, eos)
+        samples = OnPolicy(config.on_policy, config.on_policy_tokens, config.fit.seed, ends)
         student = SmallLMStudent(lm, config.objective, teacher, samples if config.on_policy > 0 else None, parallel)
         trained, frozen = student.count_parameters()
         teaching = f" teacher={config.teacher} on_policy={config.on_policy}" if config.distils else ""

@@ -27,6 +27,7 @@ from outrider.data_prep.text.data_files import read_file, resolve_paths
 from outrider.draft_models.card import CARD_FILE
 from outrider.draft_models.early_exit.checkpoint import provenance
 from outrider.draft_models.targets.vocabulary import KWARGS
+from outrider.inference.measure.statistics import MIN_PROMPTS
 from outrider.inference.report.types import MethodReport, read_reports
 from outrider.train.auto_choice import heldout_share
 from outrider.train.parts.learning_curve import COVERED, Forecast, TrainedSize, forecast_tau
@@ -44,14 +45,19 @@ TABLE: Columns = {
     "answers": ("{answers}", ""),
     "τ": ("{tau:.2f}", ""),
     f"{COVERED:.0%}": ("{low:.2f} to {high:.2f}", ""),
-    "speed-up": ("{speedup:.2f}", ""),
-    "τ that breaks even": ("{even:.2f}", ""),
+    "speed-up": ("{speedup:.2f?}", ""),
+    "τ that breaks even": ("{even:.2f?}", ""),
 }
 
 
 @dataclass(frozen=True)
 class KindForecast:
-    """What is expected of a kind. even: τ at which it breaks even; minutes_to_even: None if not within `LONGER`."""
+    """What is expected of a kind.
+
+    speedup, verdict: of the largest training; the verdict says whether it is faster than plain decoding. even: τ at
+    which it breaks even. minutes_to_even: None if not within `LONGER`. Where speeds cannot be judged, as on a busy
+    machine, they are not-a-number and None.
+    """
 
     kind: str
     method: str
@@ -60,6 +66,7 @@ class KindForecast:
     even: float
     expected: tuple[Forecast, ...]
     minutes_to_even: float | None
+    verdict: str = "undecided"
 
 
 @dataclass(frozen=True)
@@ -140,13 +147,17 @@ def forecast_kind(config: ForecastConfig, kind: str, reports: Mapping[float, Met
         for size, report in reports.items()
     )
     last = reports[max(reports)]
-    speedup = last.figures.speedup.median or math.nan
+    over_plain = last.figures.speedup
+    is_judged = last.conditions.load.busy is None and over_plain.prompts >= MIN_PROMPTS
+    speedup = (over_plain.median or math.nan) if is_judged else math.nan
     even = last.figures.tau / speedup
     steps = round(STEPS_OF_DOUBLING * math.log2(LONGER[-1] / config.shares[0]))
     finer = [config.shares[0] * 2 ** (step / STEPS_OF_DOUBLING) for step in range(steps + 1)]
     paying = (config.minutes * point.size for point in forecast_tau(trained, finer) if point.tau >= even)
     expected = tuple(forecast_tau(trained, LONGER))
-    return KindForecast(kind, FORECAST_KINDS[kind][1], trained, speedup, even, expected, min(paying, default=None))
+    return KindForecast(
+        kind, FORECAST_KINDS[kind][1], trained, speedup, even, expected, min(paying, default=None), last.verdict
+    )
 
 
 def _report_of(kind: str, reports: Sequence[MethodReport]) -> MethodReport:
@@ -164,23 +175,26 @@ def judge_outcome(kind: KindForecast, reports: Sequence[MethodReport]) -> Outcom
 def describe_kind(kind: KindForecast, minutes: float) -> str:
     """The forecast of a kind in a sentence."""
     (budget, *_), (*_, trained) = kind.expected, kind.trained
-    text = f"{kind.kind}: τ is {trained.tau:.2f} after {trained.size * minutes:.3g} minutes, break-even {kind.even:.2f}"
+    text = f"{kind.kind}: τ is {trained.tau:.2f} after {trained.size * minutes:.3g} minutes"
     prospect = f"expected after {minutes:g} minutes: τ {budget.tau:.2f} [{budget.low:.2f}, {budget.high:.2f}]"
-    speed = f"speed-up {budget.tau / kind.even:.2f} [{budget.low / kind.even:.2f}, {budget.high / kind.even:.2f}]"
+    if math.isnan(kind.even):
+        busy = f"its speed cannot be judged: the machine was busy, or fewer than {MIN_PROMPTS} prompts were measured"
+        return f"{text}; {prospect}; {busy}"
     if kind.minutes_to_even is None:
         pays = f"it will not pay within {LONGER[-1] * minutes:g} minutes"
-    elif trained.tau >= kind.even:
-        pays = "it pays already"
-    else:
+    elif trained.tau < kind.even:
         pays = f"it pays from about {kind.minutes_to_even:.3g} minutes"
-    return f"{text}; {prospect}, {speed}; {pays}"
+    else:
+        pays = "it pays already" if kind.verdict == "faster" else "whether it pays already is undecided"
+    return f"{text}, break-even {kind.even:.2f}; {prospect}, a speed-up of about {budget.tau / kind.even:.2f}; {pays}"
 
 
 def _table_rows(config: ForecastConfig, records: int, kinds: Sequence[KindForecast]) -> Iterator[dict[str, object]]:
     for kind in kinds:
         for point in kind.expected:
             facts = {"minutes": point.size * config.minutes, "answers": round(point.size * records)}
-            yield {"kind": kind.kind, "even": kind.even, "speedup": point.tau / kind.even, **facts, **vars(point)}
+            even = None if math.isnan(kind.even) else kind.even
+            yield {"kind": kind.kind, "even": even, "speedup": even and point.tau / even, **facts, **vars(point)}
 
 
 def write_forecast(

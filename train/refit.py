@@ -66,6 +66,7 @@ VERSIONS, CURRENT, PLAN, RECORD, DRAFTER = "versions", "current", "plan.json", "
 OLDER, NEWEST = "traffic/older.jsonl", "traffic/newest.jsonl"  # conversations to train on, and to compare on
 # Options of a finished drafter's training with which it is continued.
 _CONTINUED = ("objective", "seq_len", "parallel", "position_weights", "draft_steps", "decode_prompts", "decode_tokens")
+_CONTINUED_OF_HEADS = ("dialect", "train_head", "step_decay", "keep", "anchors")
 _COMMANDS = {
     NGRAMS.name: STEPS["trigrams"],
     **{name: STEPS[kind.step] for name, kind in TRAINABLE.items()},
@@ -175,11 +176,23 @@ def plan_version(config: RefitConfig, out_dir: Path, folder: Path) -> Version:
         raise UserError(f"out_dir={out_dir}: {current} names {os.readlink(current)}, which is gone; remove the link")
     start = os.path.realpath(current) if current.exists() else checkpoint
     version = Version(made_of, start, config.template or "tokenizer", {})
-    data = version.kind.load_plugin().training_record(start).data or {}
-    if config.template is None and "template" in data:
-        arguments = construct(dict[str, object], data.get(KWARGS, {}))
-        version = replace(version, template=str(data["template"]), arguments=arguments)
+    sources = learned_sources(version.kind.load_plugin().training_record(start).data)
+    sources = [source for source in sources if config.template in (None, source.template)]
+    is_clear = len({source.template for source in sources}) < 2
+    config.require("template", is_clear, "one of those that the drafter's training had, which were several")
+    for source in sources[:1]:
+        version = replace(version, template=source.template, arguments=source.chat_template_kwargs)
     return version
+
+
+def learned_sources(data: Mapping[str, object] | None) -> list[DataConfig]:
+    """The sources of text in the recorded settings `data` of a training; none if they are unknown."""
+    try:
+        learned: DataConfig = construct(DataConfig, data or {})
+    except UserError:
+        return []
+    parts = [part for _, _, part in learned.parts() if part.source != "python_stdlib"]
+    return parts or [learned] if data else []
 
 
 def _identity(decisions: Mapping[str, object], checkpoint: str) -> dict[str, object]:
@@ -190,7 +203,12 @@ def _identity(decisions: Mapping[str, object], checkpoint: str) -> dict[str, obj
 
 
 def read_version(folder: Path) -> Version:
-    return read_as(Version, folder / PLAN, "plan of a refit", _REMEDY)
+    """The version in `folder`. Its start is looked for beside it, if the folder of all versions has moved."""
+    version: Version = read_as(Version, folder / PLAN, "plan of a refit", _REMEDY)
+    start = Path(version.start)
+    moved = folder.parent / start.parent.name / DRAFTER
+    is_moved = start.name == DRAFTER and not start.exists() and moved.exists()
+    return replace(version, start=os.path.realpath(moved)) if is_moved else version
 
 
 def find_target(config: RefitConfig, version: Version) -> OpenTarget:
@@ -244,7 +262,10 @@ def plan_training(
         options |= add_counts(TrigramTable.open(start), start)
     else:
         record = kind.load_plugin().training_record(start).settings
-        options |= {name: record[name] for name in _CONTINUED if name in record}
+        names = [*_CONTINUED, *(_CONTINUED_OF_HEADS if kind in (EAGLE3, DFLASH) else ())]
+        options |= {name: record[name] for name in names if name in record}
+        if options.get("position_weights") != "decay":
+            options.pop("step_decay", None)
         options |= {"drafter": "pretrained", "drafter.path": start} if kind == SMALL_LM else {"start": start}
         share = max(_HELDOUT, heldout_share(len({conversation.first_turn for conversation in older})))
         options |= {"minutes": config.minutes, "fit.epochs": _EPOCHS, "data.heldout_fraction": share}

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from outrider.train.settings.pipeline import LOGS, Options
 
 ROOT = Path(__file__).resolve().parent.parent
 _IMPORT_ROOT = Path(__file__).parents[2]  # where steps import this project from
+_SAVING = 20.0  # seconds that an interrupted step has to save what it has
 ConfigFor = Callable[[str, Sequence[str]], RunConfig]  # the settings of a script, by its options
 Records = dict[str, "Record"]  # by step
 
@@ -165,6 +167,11 @@ def run_logged(words: list[str], log: Path) -> int:
                 file.flush()
                 print(line.decode(errors="replace"), end="", flush=True)
             return process.wait()
+        except KeyboardInterrupt as error:
+            if type(error) is KeyboardInterrupt:  # Ctrl-C, which it got too: it saves what it has
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_SAVING)
+            raise
         finally:
             relay_progress("")
             if process.poll() is None:  # interrupted: it must stop writing where a resumed run will write

@@ -39,6 +39,7 @@ def build_table(config: TrigramConfig, *, shard: int = SHARD_CHARACTERS, piece: 
     if int(os.environ.get("RANK", "0")):
         return
     began = time.perf_counter()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes are the parallelism
     out_dir = Path(config.out_dir)  # also of a path that ends in /
     work = Path(f"{out_dir}.building")
     encoder = open_encoder(config.tokenizer, config.revision)
@@ -49,7 +50,7 @@ def build_table(config: TrigramConfig, *, shard: int = SHARD_CHARACTERS, piece: 
         print(f"{out_dir}: finished already")
         if work.exists():  # left by a build that was killed after publishing the table
             with only_run(work, f"the table of out_dir={out_dir}"):
-                shutil.rmtree(work)
+                shutil.rmtree(work, ignore_errors=True)  # on NFS its lock, which is open, stays
         return
     for path, addend in zip(config.merge, addends, strict=True):
         _warn_of_pruned(path, addend)
@@ -76,10 +77,10 @@ def _clean_up(work: Path) -> Iterator[None]:
     """Remove `work` at the end of the context; after an error keep its shards, from which a build can be resumed."""
     try:
         yield
-        shutil.rmtree(work)
+        shutil.rmtree(work, ignore_errors=True)  # on NFS its lock, which is open, stays
     except BaseException as error:
         shutil.rmtree(work / "counts", ignore_errors=True)  # never resumed
-        if not any((work / "shards").iterdir()):
+        if not any((work / "shards").glob("*")):
             shutil.rmtree(work, ignore_errors=True)
         if isinstance(error, OSError) and error.strerror:
             raise UserError(

@@ -245,7 +245,8 @@ def _parse_line(line: bytes, path: Path, number: int) -> object:
     try:
         return parse_json(text)
     except UserError as error:
-        raise UserError(f"{path}:{number}: {error}; fix or remove this line") from None
+        remedy = "a JSON list belongs in a .json file" if text.strip() == "[" else "fix or remove this line"
+        raise UserError(f"{path}:{number}: {error}; {remedy}") from None
 
 
 def _is_record(line: str) -> bool:

@@ -264,7 +264,8 @@ def _require_content(config: DataConfig, split: Split, counts: Counts) -> None:
     first = f"; one of them: {counts.first}" if counts.first else ""
     where = f"data source={config.source} path={', '.join(config.path)}" if config.path else "data"
     if not counts["records"]:
-        remedy = "give more data or raise heldout_fraction" if split == "heldout" else "give more data"
+        as_one = "texts with the same first turn, and a file of text, count as one for the split"
+        remedy = f"give more data or raise heldout_fraction ({as_one})" if split == "heldout" else "give more data"
         raise UserError(f"{where}: empty dataset: no usable {split} record (found {outcomes}); {remedy}{first}")
     if not counts["rows"]:
         raise UserError(

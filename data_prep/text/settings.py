@@ -6,12 +6,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Le, Lt
+from annotated_types import Ge, Gt, Le, Lt
 
 from outrider.base.errors import UserError, reason, require
 from outrider.base.files import user_cache
 from outrider.base.settings import Count, Named, Settings, free, only, opt
 from outrider.data_prep.text.data_files import match_paths, read_file, resolve_paths
+from outrider.data_prep.text.messages import SkipRecordError
 from outrider.data_prep.text.prompt_records import to_prompt
 from outrider.data_prep.text.records import Counts
 from outrider.draft_models.targets.settings import InputPath
@@ -39,20 +40,25 @@ _WHAT = f"a JSONL, JSON or parquet file of prompts, or one of {', '.join(BENCHMA
 
 @dataclass(frozen=True)
 class RecordFile(InputPath):
-    """The path of a file of records. check: raises `UserError` for a record at a place (file:line) with a number."""
+    """The path of a file of records. check: raises `UserError` for a record at a place (file:line) with a number, and
+    `SkipRecordError` for one that is left out."""
 
     begins: tuple[bytes, ...] = (b"",)
     check: Callable[[object, str, int], object] = lambda *record: record
 
     def require(self, key: str, value: str) -> None:
-        """Raise `UserError` also for a file without a record, and if its first one is unusable."""
+        """Raise `UserError` also for a file without a record, and if the first one that is not left out is unusable."""
         super().require(key, value)
         if value in self.besides or not os.path.isfile(value):
             return
-        number, record = next(read_file(Path(value)), (0, None))
-        if record is None:
-            raise UserError(f"{key}={value}: no record in it; give {self.what}")
-        self.check(record, f"{value}:{number}", number)
+        first_fault = ""
+        for number, record in read_file(Path(value)):
+            try:
+                self.check(record, where := f"{value}:{number}", number)
+                return
+            except SkipRecordError as error:
+                first_fault = first_fault or f", the first of them at {where}: {error}"
+        raise UserError(f"{key}={value}: no record in it that can be used{first_fault}; give {self.what}")
 
 
 PromptFile = Annotated[str, RecordFile(_WHAT, besides=tuple(BENCHMARKS), check=to_prompt)]
@@ -86,6 +92,8 @@ class SourceConfig(Settings):
     """what that chat template reads besides, by name"""
     max_records: Count | None = None
     """read only this many records, counted before the train / held-out split"""
+    share: Annotated[float, Gt(0), Le(1)] = 1.0
+    """read only this share of the records, chosen by a hash of what the split goes by"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -31,7 +31,8 @@ def read_records(
 ) -> Iterator[Record]:
     """The records of one split, in the order of the source.
 
-    A record is held out if its hash is below `config.heldout_fraction`. For python_stdlib the hash is of the file's
+    A record is held out if its hash is below `config.heldout_fraction`, and read at all if another one of its hashes is
+    below `config.share`. For python_stdlib the hash is of the file's
     path, else of the user's first turn or the text. So records with the same first turn are in the same split, on every
     machine, whatever else is read. `counts` receives records, and what cannot be used. The sources of a
     mix are read one after another.
@@ -64,13 +65,19 @@ def read_records(
                         print(f"data layout={layout.name} column={layout.column} detected in {identity}", flush=True)
                 record = _to_record(raw, layout, config, identity, number, counts)
                 key = identity if config.source == "python_stdlib" else split_key(record)
-                share = 0.0 if asking and asks_answer(record) else config.heldout_fraction
-                if is_heldout(key, share) == (split == "heldout"):
+                fraction = 0.0 if asking and asks_answer(record) else config.heldout_fraction
+                if is_in_split(key, split, fraction, config.share):
                     counts["records"] += 1
                     yield record
             except SkipRecordError as skipped:
                 if is_heldout(identity, config.heldout_fraction) == (split == "heldout"):
                     counts.refuse(skipped.reason, f"{identity}: {skipped}")
+
+
+def is_in_split(key: str, split: Split, heldout_fraction: float, share: float) -> bool:
+    """Whether the record with this key is among the `share` of all that is read, and in this split."""
+    is_read = share == 1 or is_heldout(f"share: {key}", share)
+    return is_read and is_heldout(key, heldout_fraction) == (split == "heldout")
 
 
 def is_heldout(key: str, fraction: float) -> bool:

@@ -34,8 +34,9 @@ def read_traffic(paths: Sequence[str]) -> list[Conversation]:
                 counts.refuse(skipped.reason, f"{path}:{number}: {skipped}")
     warn_of_unused(counts, counts.first)
     times = [time for conversation in conversations if isinstance(time := conversation.raw.get("created"), int | float)]
-    order = sorted(range(len(times)), key=times.__getitem__) if len(times) == len(conversations) else range(len(times))
-    return [conversations[index] for index in order]
+    if len(times) < len(conversations):
+        return conversations
+    return [conversations[index] for index in sorted(range(len(times)), key=times.__getitem__)]
 
 
 def split_newest(conversations: Sequence[Conversation], share: float) -> tuple[list[Conversation], list[Conversation]]:
@@ -67,7 +68,11 @@ def _join_response(raw: object) -> object:
     """A request with its response as a conversation of which only the response is learned; others unchanged."""
     match raw:
         case {"request": {"messages": [*turns], **options}, "response": {"choices": [choice, *_], **response}}:
-            earlier = [{**turn, "weight": 0} if turn.get("role") == "assistant" else turn for turn in turns]
+            if not isinstance(choice, dict) or not isinstance(choice.get("message"), dict):
+                raise SkipRecordError("malformed", "its response has no message")
+            is_answer = [isinstance(turn, dict) and turn.get("role") == "assistant" for turn in turns]
+            earlier = [{**turn, "weight": 0} if answer else turn for turn, answer in zip(turns, is_answer, strict=True)]
             facts = {"created": response.get("created"), "greedy": options.get("temperature") == 0}
+            facts |= {"tools": options["tools"]} if options.get("tools") else {}
             return {"messages": [*earlier, choice["message"]], "finish": choice.get("finish_reason"), **facts}
     return raw

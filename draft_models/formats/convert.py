@@ -168,7 +168,11 @@ def write_description(original: Original) -> Path:
             write_json(written / RECORD_FILE, {"made_of": original.source, "bytes": _description_bytes(written)})
             if not _is_complete(folder):  # else another process has written it meanwhile
                 shutil.rmtree(folder, ignore_errors=True)
-                os.rename(written, folder)
+                try:
+                    os.rename(written, folder)
+                except OSError:
+                    if not _is_complete(folder):  # else another process was faster
+                        raise
     except OSError as error:
         raise UserError(f"{original.source}: cannot be described in {folder.parent} ({error}); {_REMEDY}") from None
     return folder

@@ -64,6 +64,12 @@ class FolderModel:
         return is_quantised(self.folder / CONFIG_FILE, self.folder / QUANT_FILE)
 
     @property
+    def coded(self) -> bool:
+        """Whether a CPU multiplies its weights as they are stored; fp8, and groups out of order, are decoded."""
+        quantised = quantisation_of(self.folder / CONFIG_FILE)
+        return packing_of(quantised) is not None and not quantised.get("desc_act")
+
+    @property
     def transformers_reads_weights(self) -> bool:
         """Whether transformers reads the weights when it loads the whole model, as it does pickles."""
         return self.weight_format is PICKLES

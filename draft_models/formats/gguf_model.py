@@ -68,6 +68,13 @@ class GgufModel:
         """Whether any of its tensors is quantised."""
         return any(tensor.ggml_type not in FLOAT_TYPES for tensor in self.file.tensors.values())
 
+    @property
+    def coded(self) -> bool:
+        """Whether a CPU multiplies its weights as they are stored: the quantised ones are matrices of `CODE_KINDS`."""
+        tensors = [tensor for tensor in self.file.tensors.values() if tensor.ggml_type not in FLOAT_TYPES]
+        kinds = {_type_and_row_bytes(self.file, tensor)[0].name for tensor in tensors}
+        return bool(kinds) and kinds <= CODE_KINDS.keys() and all(len(tensor.shape) == 2 for tensor in tensors)
+
     def tensors(self) -> Mapping[str, Stored]:
         """Its tensors by Hugging Face's names: float32 if they are quantised, else in their own type.
 

@@ -33,7 +33,6 @@ def open_encoder(source: str, revision: str | None = None) -> Encoder:
     """Open a SentencePiece model file, or the tokenizer of a target in any format. Raises `UserError`."""
     if os.path.isfile(source) and not is_gguf(Path(source)):
         return _open_sentencepiece(source)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes are the parallelism
     from outrider.draft_models.targets import open_target  # imports torch, not needed for a file
 
     try:

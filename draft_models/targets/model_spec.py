@@ -16,11 +16,13 @@ UNLIMITED = 2**31  # positions of a model without a stated limit
 def context_limit(config: PreTrainedConfig) -> int:
     """The longest context in positions: the model's limit, or less if longer texts would change cached keys."""
     limit: int = getattr(config.get_text_config(), "max_position_embeddings", None) or UNLIMITED
+    return min([limit, *(rope.get("original_max_position_embeddings") or limit for rope in rescaling_ropes(config))])
+
+
+def rescaling_ropes(config: PreTrainedConfig) -> list[dict[str, int]]:
+    """The parameters of rotations that a text beyond their context would change."""
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    for table in (rope, *(part for part in rope.values() if isinstance(part, dict))):
-        if table.get("rope_type") in RESCALING_ROPE:
-            limit = min(limit, table.get("original_max_position_embeddings") or limit)
-    return limit
+    return [r for r in (rope, *rope.values()) if isinstance(r, dict) and r.get("rope_type") in RESCALING_ROPE]
 
 
 def key_heads(config: PreTrainedConfig) -> int:

@@ -43,7 +43,7 @@ from outrider.draft_models.targets.model_files import (
     model_spec,
     pick_layers,
 )
-from outrider.draft_models.targets.model_spec import context_limit
+from outrider.draft_models.targets.model_spec import context_limit, rescaling_ropes
 from outrider.draft_models.targets.narrowed import is_narrowed
 from outrider.draft_models.targets.proof import LARGEST_COPY, prove_layers, prove_weights
 from outrider.draft_models.targets.settings import MODEL, SMALL_LM
@@ -347,5 +347,7 @@ def why_not_by_layers(config: PreTrainedConfig) -> str | None:
 
 
 def position_limit(config: PreTrainedConfig) -> int | None:
-    """The number of learned positions of a model; None if its positions are rotary and unlimited."""
-    return None if getattr(config, "rope_parameters", None) else config.max_position_embeddings
+    """The number of positions of a model that are learned, or that its rope can have; None: it has any number."""
+    if not getattr(config, "rope_parameters", None):
+        return config.max_position_embeddings
+    return context_limit(config) if rescaling_ropes(config) else None

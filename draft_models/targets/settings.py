@@ -46,6 +46,8 @@ class InputPath(Named):
 
     def _fault(self, path: str) -> str:
         """What is wrong with a path; nothing is read of a pipe."""
+        if os.path.exists(path) and not os.access(path, os.R_OK | (os.X_OK if os.path.isdir(path) else 0)):
+            return "this user may not read it"
         if os.path.isdir(path):
             if any(any(Path(path).glob(pattern)) for pattern in self.holds):
                 return ""

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from outrider.base.errors import UserError
 from outrider.draft_models.targets.attention import additive_mask, packed_band
 from outrider.draft_models.targets.coded import CodedEmbedding
-from outrider.draft_models.targets.model_spec import LayerCall, ModelSpec, context_limit, slots_of
+from outrider.draft_models.targets.model_spec import LayerCall, ModelSpec, context_limit, rescaling_ropes, slots_of
 from outrider.draft_models.targets.narrowed import draft_vocabulary_of
 from outrider.draft_models.targets.target import LayerCache, Mask, Masks, Rotary, Target
 
@@ -196,8 +196,9 @@ class LayerStack(nn.Module):
             return
         self._reserved = positions
         reference = torch.empty(1, positions, 0, dtype=self._rotary_dtype, device=self.device)
-        # Only padding exceeds the limit; texts never do.
-        position_ids = torch.arange(positions, device=self.device).clamp(max=context_limit(self.config) - 1)[None]
+        # A rope that rescales has its context only, which padding exceeds, and texts never do.
+        limit = context_limit(self.config) if rescaling_ropes(self.config) else positions
+        position_ids = torch.arange(positions, device=self.device).clamp(max=limit - 1)[None]
         for number, (module, table) in enumerate(zip(self._rotary, self.spec.tables, strict=True)):
             cos, sin = module(reference, position_ids=position_ids, **dict(table.options))
             setattr(self, f"cos{number}", cos[0])

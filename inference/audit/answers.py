@@ -91,6 +91,7 @@ def request_answers(
     server = TargetServer(settings, target.tokenizer, eos, context, vocabulary, checked=False)
     like, identity = ServedAnswer(**asdict(settings.sampling)), settings.decisions() | {"served": server.model}
     identity |= {KWARGS: config.chat_template_kwargs} if config.chat_template_kwargs else {}
+    identity["server"] = config.server  # it is judged, not only asked
     answers: list[ServedAnswer] = []
     if file.exists():
         record = read_mapping(folder / RUN_FILE, "record of what was asked", "give another out_dir")

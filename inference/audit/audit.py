@@ -28,7 +28,17 @@ from outrider.base.streams import Streams
 from outrider.base.words import Table
 from outrider.draft_models.targets.open_target import open_target, pick_device, pick_dtype, stored_dtype
 from outrider.inference.audit.answers import ANSWERS, ServedAnswer, read_answers, request_answers
-from outrider.inference.audit.draws import LARGER, MOST, Draws, draws_of, join_draws, p_values, refute, tokens_needed
+from outrider.inference.audit.draws import (
+    FEWEST,
+    LARGER,
+    MOST,
+    Draws,
+    draws_of,
+    join_draws,
+    p_values,
+    refute,
+    tokens_needed,
+)
 from outrider.inference.core.sampling import Sampler, invert
 from outrider.inference.loading.models import load_reference
 from outrider.inference.loading.target_setup import end_tokens
@@ -108,12 +118,11 @@ def audit(config: AuditConfig) -> None:
         empty = not any((out_dir / file).exists() for file in ((REPORT, ANSWERS) if config.server else (REPORT,)))
         require(config.resume or empty, "out_dir", config.out_dir, expected)
         target = open_target(config.target, config.revision, by_layers=False)
-        counts = request_answers(config, target, end_tokens(target), out_dir) if config.server else {}
-        files = {"answers": config.answers or str(out_dir / ANSWERS)}
-        files |= {"control": config.control} if config.control else {}
-        answers = {arm: read_answers(file, target) for arm, file in files.items()}
         auto, device = config.dtype == "auto", pick_device(config.device)
         dtype = stored_dtype(target.config) if auto else pick_dtype(config.dtype, target.config, device)
+        control = {"control": read_answers(config.control, target)} if config.control else {}
+        counts = request_answers(config, target, end_tokens(target), out_dir) if config.server else {}
+        answers = {"answers": read_answers(config.answers or str(out_dir / ANSWERS), target), **control}
         findings, token_counts = judge_answers(config, load_reference(target, dtype, device), answers)
         findings["answers"] = replace(findings["answers"], numbers={**counts, **findings["answers"].numbers})
         question = f"Is {config.server or config.answers} what {config.target} says, decoded in {dtype}?"
@@ -314,8 +323,10 @@ def write_page(
         for tokens, unit in ((arm.oddest, "{:.1f} rounding errors"), (arm.unlikeliest, "a chance of {:.1g}"))
         for token in tokens
     ]
-    tried = min(MOST, LARGER * int(answers.numbers["sampled_tokens"] or 0))
-    power = [[fault, f"more than {tried:,}" if count is None else f"{count:,}"] for fault, count in counts.items()]
+    most = min(MOST, LARGER * int(answers.numbers["sampled_tokens"] or 0))
+    tried = 1 << most.bit_length() >> 1  # the largest power of two that was
+    too_many = f"more than {tried:,}" if tried >= FEWEST else "–"
+    power = [[fault, too_many if count is None else f"{count:,}"] for fault, count in counts.items()]
     tables = (
         ("Numbers", ("", *arms), rows),
         ("The oddest tokens", ("arm", "line", "position", "token", "likeliest", "off by"), oddest),

@@ -86,11 +86,13 @@ class Generator:
     def converse(self, prompts: Sequence[Sequence[int]], draws: Sequence[Tensor], on_answer: After) -> None:
         """`answer` for layers. When an answer ends, `on_answer` gets it. The prompt that it returns joins the batch."""
         stage, pace = Stage(f"a batch of {len(prompts)}", 0, "tokens at most"), self._pace()
+        selectors: dict[int, _Continuation] = {}  # of the answers so far, by index
         with closing(Batch()) as batch, stage:
 
             def begin(index: int, prompt: Sequence[int], numbers: Tensor) -> None:
                 assert isinstance(self.model, LayerStack)
-                selector, max_new_tokens = _Continuation(self, numbers), len(numbers)
+                selectors[index] = selector = _Continuation(self, numbers)
+                max_new_tokens = len(numbers)
                 stage.total = (stage.total or 0) + max_new_tokens
                 rounds = autoregressive(
                     self.model, prompt, max_new_tokens=max_new_tokens, eos=self.eos, selector=selector, runtime=batch
@@ -107,24 +109,29 @@ class Generator:
                 begin(index, prompt, numbers)
             while batch.texts:
                 batch.step()
+                if not all(selector.tokens for selector in selectors.values()):
+                    continue  # a prompt is being read
                 for text in batch.texts[pace(len(batch.texts), stage.done, stage.total or 0) :]:
                     batch.drop(text)
                     text.end(TimeoutError())
 
     def _pace(self) -> Callable[[int, float, float], int]:
-        """For a batch that begins now, a function that tells after each step how many of its `rows` go on.
+        """For one batch, a function that tells after each step with all prompts read how many of its `rows` go on.
 
-        tokens, total: so far and in all, of the batch or of a row. Example: 60 seconds were left at the beginning, and
+        tokens, total: so far and in all, of the batch or of a row. Example: 60 seconds were left at the first call, and
         10 are left after half of the tokens. The other half takes 50, more than `_SLOWER` times the 10 seconds. So a
-        fifth of the rows goes on.
+        fifth of the rows goes on. What reading the prompts took says nothing about the tokens that follow.
         """
-        seconds, steps = self.seconds_left(), itertools.count(1)
+        steps, seconds, first_tokens = itertools.count(), math.inf, 0.0
 
         def rows_that_fit(rows: int, tokens: float, total: float) -> int:
-            if seconds == math.inf or (step := next(steps)) < _FIRST or step & (step - 1):  # is no power of two
+            nonlocal seconds, first_tokens
+            if not (step := next(steps)):
+                seconds, first_tokens = self.seconds_left(), tokens
+            if seconds == math.inf or step < _FIRST or step & (step - 1):  # is no power of two
                 return rows
             seconds_now = self.seconds_left()
-            seconds_due = (seconds - seconds_now) / max(1, tokens) * (total - tokens)
+            seconds_due = (seconds - seconds_now) / max(1.0, tokens - first_tokens) * (total - tokens)
             count = rows if seconds_due <= _SLOWER * seconds_now else int(rows * seconds_now / seconds_due)
             return min(rows, max(self._smallest_batch, count))
 

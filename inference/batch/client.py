@@ -17,6 +17,8 @@ from outrider.base.words import read_secret
 UNANSWERED = "server"  # the failure of a prompt that a resumed run asks again
 PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before the first retry, doubled for each later one
 _SHOWN = 500  # bytes of a refusal that are shown
+_CONNECTING = 10.0  # seconds until a server that can be reached is
+_QUICKLY = httpx.Timeout(30.0, connect=_CONNECTING)  # of a request that computes nothing
 Reply = TypeVar("Reply")
 
 
@@ -95,7 +97,8 @@ class Client:
         headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {})
         anew = httpx.Limits(max_keepalive_connections=0)  # else a server may close one just as a request is sent
         try:
-            self._http = httpx.Client(headers=headers, timeout=timeout, limits=anew, follow_redirects=True)
+            self._limit = httpx.Timeout(timeout, connect=min(timeout, _CONNECTING))
+            self._http = httpx.Client(headers=headers, timeout=self._limit, limits=anew, follow_redirects=True)
         except (ImportError, ValueError) as error:
             raise UserError(f"{label}: {reason(error)}; see HTTP_PROXY, ALL_PROXY and NO_PROXY") from None
 
@@ -103,8 +106,12 @@ class Client:
         self, path: str, body: Mapping[str, object] | None = None, read: Callable[[httpx.Response], Reply] = read_json
     ) -> Reply:
         """The result of `read` for the reply; a body is POSTed. Raises `ReplyError`, and `UserError` for a refusal."""
+        method, limit = ("GET", _QUICKLY) if body is None else ("POST", self._limit)
         try:
-            with self._http.stream("GET" if body is None else "POST", f"{self.url}{path}", json=body) as response:
+            with self._http.stream(method, f"{self.url}{path}", json=body, timeout=limit) as response:
+                if response.request.method != method:
+                    there = f"{response.url.scheme}://{response.url.netloc.decode()}"
+                    raise ReplyError(f"{path} is redirected to {there}; give that server", retry=False)
                 if response.is_success:
                     return read(response)
                 code, message = response.status_code, next(response.iter_raw(_SHOWN), b"").decode("utf-8", "replace")

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from accelerate import PartialState
-from transformers import PreTrainedConfig
 
 from outrider.base.errors import UserError
 from outrider.base.files import require_writable, write_json
@@ -54,9 +53,11 @@ def generate_responses(config: GenerateConfig) -> None:
     """Answer the prompts of `config.data` and write the answers to `config.out_dir` (see `batch.directory`).
 
     Prompts are assigned to processes by their ids; each process writes its own shards. An answer depends on its prompt,
-    the target, the seed and the decoding options. It does not depend on processes, batches, or interruptions of the
-    run. With resume=true, prompts that were answered or skipped before are not repeated; the data may have grown since.
-    With `minutes`, the time limit determines how many prompts are answered; a resumed run with a larger one continues.
+    the target, the seed and the decoding options. Where the target's layers run on a CPU it does not depend on
+    processes, batches, or interruptions of the run. On a GPU the other prompts of a batch change last bits of logits,
+    and so now and then a token. With resume=true, prompts that were answered or skipped before are not repeated; the
+    data may have grown since. With `minutes`, the time limit determines how many prompts are answered; a resumed run
+    with a larger one continues.
 
     Raises `UserError` for an unusable target, data set or directory, and if another run is writing there.
     """
@@ -76,18 +77,19 @@ def _plan(config: GenerateConfig) -> str:
     turns = sum(1 + len(task.upcoming) for task in tasks)
     facts = {"prompts": len(tasks), "turns": turns, "tokens_at_most": turns * config.max_new_tokens}
     longest = max((_longest(task, config, context) for task in tasks), default=0)
-    plan = Plan(memory_of(config, target.config, longest), facts, config.server or planned_device())
+    plan = Plan(memory_of(config, target, longest), facts, config.server or planned_device())
     return f"{plan}\n  {describe_limit(config)}; the first batch tells how long all prompts take"
 
 
-def memory_of(config: GenerateConfig, target: PreTrainedConfig, longest: int) -> list[Memory]:
+def memory_of(config: GenerateConfig, target: OpenTarget, longest: int) -> list[Memory]:
     """The memory of one device, or with device_map of all GPUs together. longest: tokens of the longest text."""
     if config.server:
         return []
-    storage = Storage.of(config.dtype, target, longest, device := planned_device())
+    storage = Storage.of(config.dtype, target.config, longest, device := planned_device())
     texts = f"keys and values of {config.batch_size} texts of up to {longest} tokens"
-    caches = Memory(texts, config.batch_size * memory_plan.cache_bytes(target, storage), "batch_size or max_new_tokens")
-    return [*memory_plan.target_memory(target, storage), *memory_plan.packed_copies(target, storage, device), caches]
+    size = config.batch_size * memory_plan.cache_bytes(target.config, storage)
+    caches = Memory(texts, size, "batch_size or max_new_tokens")
+    return [*memory_plan.decoding_memory(target, storage, device), caches]
 
 
 def _longest(task: Task, config: GenerateConfig, context: int) -> int:
@@ -144,7 +146,7 @@ def generate(
     limit = TimeLimit(config.minutes, earlier=spent)
     if limit.is_over(spent):
         todo.tasks.clear()
-    with memory_plan.explain_out_of_memory(lambda: memory_of(config, target.config, context)):
+    with memory_plan.explain_out_of_memory(lambda: memory_of(config, target, context)):
         responder = Responder(config, target, dtype, state.device, server) if todo.tasks else None
         rate = Answering(config, responder, todo, folder, shard_numbers, limit, state.is_main_process).run()
     state.wait_for_everyone()
@@ -226,7 +228,8 @@ class Answering:
                 self._print_progress(batch, is_first=begun == 1)
                 if len(self.shard) >= self.config.shard_size or self._seconds() - self.seconds_saved > SAVE_SECONDS:
                     self._save()
-                if not self.limit.holds(self.limit.spent(), self._seconds() / begun):  # seconds of a batch so far
+                is_late = bool(self.unanswered) and not self.config.server  # the batch was made smaller
+                if is_late or not self.limit.holds(self.limit.spent(), self._seconds() / begun):  # seconds of a batch
                     self._print_end(is_first=begun == 1)
                     break
         if self.unanswered:
@@ -311,7 +314,7 @@ class Answering:
 def run_identity(
     config: GenerateConfig, target: OpenTarget, dtype: torch.dtype, server: TargetServer | None = None
 ) -> Facts:
-    """Everything that determines the answer to a prompt, and the prompts made from a record."""
+    """Everything that decides the answer to a prompt, last bits apart, and the prompts made from a record."""
     tokenizer = bind_arguments(target.tokenizer, config.template_arguments)
     if server:  # whose weights are not read here
         model = {"config": deciding_config(target.source, target.revision)} if target.is_seen else target.identity

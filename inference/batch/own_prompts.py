@@ -98,6 +98,7 @@ def _extract_prompts(config: PromptsConfig, target: OpenTarget, folder: Path) ->
 
 def _save_split(split: Mapping[Split, list[Prompt]], folder: Path, identity: Mapping[str, object]) -> None:
     facts: dict[str, object] = {}
+    (folder / "prompts.json").unlink(missing_ok=True)  # which says that both halves are of one run
     for half, prompts in split.items():
         content = as_json_lines(as_record(prompt) for prompt in prompts)
         write_atomically(folder / f"{half}.jsonl", content)

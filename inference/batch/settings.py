@@ -45,7 +45,7 @@ class GenerateConfig(TargetOrTokenizer, Rehearsed, RunConfig):
     """time limit of all runs in out_dir together; prompts of all lengths are answered; null: no limit"""
     server: Url | None = free(None, debug=None)
     """URL of an OpenAI-compatible server that runs the target, of which only config and tokenizer are read here"""
-    server_model: str | None = opt(None, "the target's name there; null: the first one that it lists", debug=None)
+    server_model: str | None = free(None, "the target's name there; null: the first one that it lists", debug=None)
     concurrency: Count = free(16, "requests to the server at a time, batch_size at most", debug=DEFAULT)
     server_timeout: Positive = free(600.0, "seconds that the server may take for one request", debug=DEFAULT)
     server_retries: NotNegative = free(5, debug=DEFAULT)

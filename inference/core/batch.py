@@ -338,11 +338,29 @@ class Worker:
         with self._lock:
             self._jobs.append(job)
             if not self._busy:
+                try:
+                    Thread(target=self._run).start()
+                except RuntimeError:  # the process may have no further thread
+                    self._jobs.remove(job)
+                    raise
                 self._busy = True
-                Thread(target=self._run).start()
 
     def _run(self) -> None:
-        self._begin()
+        try:
+            self._begin()
+            self._run_texts()
+        except BaseException as error:  # no reader waits for ever
+            with self._lock:
+                jobs, self._jobs, self._busy = self._jobs, [], False
+            for job in jobs:
+                job()
+            failure = RuntimeError(f"the thread that decodes has ended: {error!r}")
+            for text in [*self._waiting, *self.batch.texts]:
+                self._give_up(text)
+                text.end(failure)
+            raise
+
+    def _run_texts(self) -> None:
         while True:
             with self._lock:
                 jobs, self._jobs = self._jobs, []

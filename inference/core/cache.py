@@ -66,6 +66,8 @@ class KVCache:
 
     def _grow(self, positions: int) -> None:
         """Move every layer to buffers with slots for so many positions."""
+        if positions > self.capacity:  # compiled kernels would write beyond the buffer
+            raise ValueError(f"{positions} positions in a cache of {self.capacity}")
         self.slots = min(slots_of(positions), self.capacity)
         old_views, self._buffer, self._views, self._separate = self._views, None, {}, []
         for layer, states in old_views.items():

@@ -126,16 +126,10 @@ def decode_rounds(
         budget -= len(tokens)
         token = tokens[-1]
         yield Round(
-            tokens,
-            drafted=len(tree),
-            accepted=min(len(nodes), len(tokens)),
-            depth=tree.depth,
-            seconds=watch.seconds,
-            draft_seconds=watch.parts["draft"],
-            structure_seconds=watch.parts["structure"],
-            verify_seconds=watch.parts["verify"],
-            source=tree.source if len(tree) else "",
-        )
+            tokens, drafted=len(tree), accepted=min(len(nodes), len(tokens)), depth=tree.depth, seconds=watch.seconds,
+            draft_seconds=watch.parts["draft"], structure_seconds=watch.parts["structure"],
+            verify_seconds=watch.parts["verify"], source=tree.source if len(tree) else "",
+        )  # fmt: skip
 
 
 def _verify(session: Session, selector: TokenSelector, root: Tensor, tree: DraftTree, logits: Tensor) -> VerifiedDraft:

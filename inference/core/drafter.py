@@ -14,7 +14,7 @@ from outrider.inference.core.tree import DraftTree
 if TYPE_CHECKING:
     from outrider.inference.core.token_selector import TokenSelector
 
-TRIED, CANDIDATE, CHOSEN = "nodes_tried", "accepted_candidate_", "chosen_"  # in `Drafter.totals`, or begin names in it
+TRIED, CANDIDATE, CHOSEN, OBSERVED = "nodes_tried", "accepted_candidate_", "chosen_", "observed"  # begin total's names
 
 
 class Sizes(Protocol):

@@ -30,7 +30,7 @@ from outrider.inference.measure.prepared import longest_text, render, require_fi
 from outrider.inference.measure.threads import warn_if_busy
 from outrider.inference.measure.time_limit import TimeLimit
 from outrider.inference.settings.evaluate import EvaluateConfig
-from outrider.inference.settings.kinds import EARLY_EXIT, KINDS
+from outrider.inference.settings.kinds import KINDS
 
 Config = TypeVar("Config", bound=EvaluateConfig)
 
@@ -121,26 +121,33 @@ def identity_of(config: EvaluateConfig, setup: TargetSetup, prompts: Sequence[Pr
 
 
 def heldout_fraction(config: EvaluateConfig) -> float:
-    """The held-out share of the prompts `python_stdlib`: the checkpoint's own, if it was trained on `python_stdlib`."""
-    default = DataConfig.heldout_fraction
-    if config.early_exit is None or config.checkpoint_kind is None:
-        return default
-    data: Any = EARLY_EXIT.load_plugin().training_record(config.early_exit).data or {}
-    try:
-        sources = {part.get("source") for part in (data, *data.get("mix", {}).values())}
-        fraction = data["heldout_fraction"] if "python_stdlib" in sources else default
-        require(0 <= fraction < 1, "training.data.heldout_fraction", fraction, "at least 0 and less than 1")
-    except (AttributeError, KeyError, TypeError) as error:
-        raise UserError(
-            f"checkpoint={config.checkpoint}: does not say what data it was trained on ({reason(error)}); restore it"
-        ) from None
-    return float(fraction)
+    """The held-out share of the prompts `python_stdlib`: the least that a drafter's training on them held out.
+
+    Raises `UserError` for a drafter that held out none of them and is asked for them.
+    """
+    fractions = []
+    is_readable = config.checkpoint is None or config.checkpoint_kind is not None
+    asks_for_library = config.prompts == "python_stdlib" and is_readable
+    for kind, record in config.training_records().items() if asks_for_library else ():
+        data: Any = record.data or {}
+        drafter = f"{KINDS[kind].option}={config.paths[kind]}"
+        try:
+            if "python_stdlib" in {part.get("source") for part in (data, *data.get("mix", {}).values())}:
+                fractions.append(float(data["heldout_fraction"]))
+                require(0 <= fractions[-1] < 1, "training.data.heldout_fraction", fractions[-1], "0 or more, below 1")
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{drafter}: does not say what data it was trained on ({reason(error)}); restore it"
+            ) from None
+        if fractions and not fractions[-1]:
+            raise UserError(f"prompts=python_stdlib: {drafter} has learned from all of them; give a file of prompts")
+    return min(fractions, default=DataConfig.heldout_fraction)
 
 
 def run_on_prompts(config: Config, compare: Callable[[Config, Sequence[Prompt]], None]) -> None:
     """Call `compare` with the prompts that `config` names; with plan=true only print what every device would hold."""
     if config.plan:
-        print(evaluation_plan(config, find_target(config).config), flush=True)
+        print(evaluation_plan(config, find_target(config)), flush=True)
         return
     warn_if_busy()
     prompts = read_prompts(
@@ -149,7 +156,7 @@ def run_on_prompts(config: Config, compare: Callable[[Config, Sequence[Prompt]],
         prompt_chars=config.prompt_chars,
         heldout_fraction=heldout_fraction(config),
     )
-    with explain_out_of_memory(lambda: evaluation_memory(config, find_target(config).config)):
+    with explain_out_of_memory(lambda: evaluation_memory(config, find_target(config))):
         compare(config, prompts)
 
 

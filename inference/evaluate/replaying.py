@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from outrider.base.errors import UserError, warn
+from outrider.base.errors import UserError, require, warn
 from outrider.base.files import require_writable
 from outrider.base.run_dirs import only_run
 from outrider.base.streams import Streams
@@ -28,9 +28,10 @@ from outrider.inference.measure.recordings import (
     read_transcripts,
     recordings,
 )
-from outrider.inference.measure.replay import load_replayed, replay_turns
+from outrider.inference.measure.replay import drafts_in_one_pass, load_replayed, replay_turns
 from outrider.inference.measure.replay_report import MethodReplay, replay_report, write_replay
 from outrider.inference.measure.server_costs import WIDTHS, ServerCosts, expect_speedup, measure_drafter, measure_server
+from outrider.inference.measure.statistics import loop_length
 from outrider.inference.settings.engine import draft_length, refusal_of, with_lengths
 from outrider.inference.settings.evaluate import ReplayConfig
 from outrider.inference.settings.kinds import NGRAMS, SMALL_LM
@@ -52,6 +53,7 @@ def replay_answers(config: ReplayConfig) -> list[MethodReplay]:
             turns = spread_evenly(turns, config.num_prompts or len(turns))
         else:
             turns = recordings(prompts, read_transcripts(config.transcripts), vocabulary)
+        require(bool(turns), "transcripts", config.transcripts, "recorded answers")
         costs = None if config.server is None else time_server(config, turns)
         drafted = time_drafter(config, turns) if costs is not None and config.draft_server is not None else ()
         drafters, session = load_replayed(config, vocabulary, turns)
@@ -64,7 +66,12 @@ def replay_answers(config: ReplayConfig) -> list[MethodReplay]:
             if costs is not None and is_chain and draft_length(method) < WIDTHS[-1]:
                 streams = Streams(config.seed).within("expected", name)
                 seconds = drafted if method.source == SMALL_LM.name else ()
-                report = replace(report, expected=expect_speedup(generations, costs, streams, seconds))
+                judged = [(g, turn) for g, turn in zip(generations, turns, strict=True) if not loop_length(g.tokens)]
+                expected = expect_speedup(
+                    [generation for generation, _ in judged], costs, streams, seconds,
+                    units=[turn.conversation for _, turn in judged], in_one_pass=drafts_in_one_pass(drafters),
+                )  # fmt: skip
+                report = replace(report, expected=expected)
             reports.append(report)
         write_replay(config, out_dir, reports)
     return reports

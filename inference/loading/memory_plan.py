@@ -15,11 +15,12 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from outrider.base.errors import UserError, reason
+from outrider.draft_models.formats.convert import find_original
 from outrider.draft_models.targets.fingerprint import require_text_alone
 from outrider.draft_models.targets.int8 import int8_bytes, require_linear
 from outrider.draft_models.targets.model_files import empty_layers, empty_model
 from outrider.draft_models.targets.model_spec import UNLIMITED, context_limit, key_heads
-from outrider.draft_models.targets.open_target import pick_device, pick_dtype
+from outrider.draft_models.targets.open_target import OpenTarget, pick_device, pick_dtype
 from outrider.draft_models.targets.stack import LayerStack, WholeModel
 from outrider.draft_models.targets.target import Target
 from outrider.inference.core.batch import CacheBudget
@@ -114,38 +115,44 @@ def drafter_memory(
     return [Memory(f"{kind.name}'s weights", weight_bytes(model, storage)), Memory(f"{kind.name}'s caches", caches)]
 
 
-def packed_copies(target: PreTrainedConfig, storage: Storage, device: torch.device) -> list[Memory]:
-    """The copies of the target's weights, which the runtime lays out on a CPU."""
+def stored_bytes(target: OpenTarget, device: torch.device) -> int:
+    """Bytes of the files of a target whose weights the device multiplies as they are stored; 0: it decodes them."""
+    original = find_original(target.source, target.revision, weights=False)
+    if device.type != "cpu" or original is None or not original.coded:
+        return 0
+    return sum(path.stat().st_size for path in original.files.values() if path.suffix not in (".json", ".jinja"))
+
+
+def decoding_memory(target: OpenTarget, storage: Storage, device: torch.device, int8: str = "") -> list[Memory]:
+    """The target's weights, and the copies that the runtime lays out on a CPU. int8: as in `target_memory`."""
+    if stored := stored_bytes(target, device):  # of 1.1 GB (Q4_K_M) the peak was 3.6 GB, Python and torch included
+        return [Memory("target's weights as they are stored, for the runtime and for transformers", 3 * stored)]
     purposes = ("the same, packed for the runtime", "a copy that is packed, while models are loaded")
-    return [Memory(purpose, weight_bytes(target, storage)) for purpose in purposes if device.type == "cpu"]
+    size = weight_bytes(target.config, storage)
+    copies = [Memory(purpose, size) for purpose in purposes if device.type == "cpu"]
+    return [*target_memory(target.config, storage, int8=int8), *copies]
 
 
-def evaluation_memory(
-    config: EvaluateConfig, target: PreTrainedConfig, positions: int | None = None, stored_bytes: int = 0
-) -> list[Memory]:
+def evaluation_memory(config: EvaluateConfig, target: OpenTarget, positions: int | None = None) -> list[Memory]:
     """The memory of each device in an evaluation: both targets and the drafters. Raises `UserError`.
 
     The runtime stores an int8 model's codes in the fastest layout, which may be floats: this is an upper bound.
-    positions: of the longest text; None: the target's context. stored_bytes: of the files of a target whose weights a
-    CPU runs as they are stored; 0: it does not.
+    positions: of the longest text; None: the target's context.
     """
-    device = planned_device(config.device)
-    storage = Storage.of(config.dtype, target, min(context_limit(target), positions or UNLIMITED), device)
+    device, model = planned_device(config.device), target.config
+    storage = Storage.of(config.dtype, model, min(context_limit(model), positions or UNLIMITED), device)
     int8 = f"target={config.target or config.early_exit}" if config.dtype == "int8" else ""
-    parts = [*target_memory(target, storage, int8=int8), *packed_copies(target, storage, device)]
-    if stored_bytes:
-        # A file of 1.1 GB (Q4_K_M) had a peak of 3.6 GB, Python and torch included.
-        parts = [Memory("target's weights as they are stored, for the runtime and for transformers", 3 * stored_bytes)]
-    parts.append(Memory("caches of plain decoding", cache_bytes(target, storage) + pass_bytes(target, storage)))
+    parts = decoding_memory(target, storage, device, int8)
+    parts.append(Memory("caches of plain decoding", cache_bytes(model, storage) + pass_bytes(model, storage)))
     for name, path in config.paths.items():
-        parts += drafter_memory(KINDS[name], config.plugin(KINDS[name]), path, target, storage)
+        parts += drafter_memory(KINDS[name], config.plugin(KINDS[name]), path, model, storage)
     return parts
 
 
-def evaluation_plan(config: EvaluateConfig, target: PreTrainedConfig) -> "Plan":
+def evaluation_plan(config: EvaluateConfig, target: OpenTarget) -> "Plan":
     """What plan=true says of an evaluation with this target. Raises `UserError`."""
     device = planned_device(config.device)
-    facts = {"positions": context_limit(target), "dtype": dtype_name(config.dtype, target, device)}
+    facts = {"positions": context_limit(target.config), "dtype": dtype_name(config.dtype, target.config, device)}
     return Plan(evaluation_memory(config, target), facts, device)
 
 

@@ -122,7 +122,8 @@ def open_target_of(checkpoint: str, target: str | None, revision: str | None) ->
     paths = (folder / str(record.target) for folder in (Path(), *Path(checkpoint).resolve().parents))
     source = next((str(path) for path in paths if path.exists()), record.target)
     try:
-        return open_target(str(target or source), revision or record.revision)
+        recorded = record.revision if target in (None, record.target) else None  # of another repository it says nothing
+        return open_target(str(target or source), revision or recorded)
     except UserError as error:
         if target is not None:
             raise

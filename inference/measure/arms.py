@@ -207,7 +207,10 @@ def run_arms(
         for name, generations in runs.items()
     }
     reference = TRANSFORMERS if TRANSFORMERS in arms else AUTOREGRESSIVE
-    profiles = {name: decode_all(profiler, prompts, streams[0]) for name, profiler in (profilers or {}).items()}
+    profiles = {
+        name: decode_all(profiler, prompts, streams[0], None if name in alone else batch)
+        for name, profiler in (profilers or {}).items()
+    }
     return [
         PromptResult(
             query.prompt_id, query.category, tuple(query.prompt), {name: texts[i] for name, texts in medians.items()},

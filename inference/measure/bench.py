@@ -36,7 +36,9 @@ from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS
 
 WARM_UP_TOKENS = 8
-JUDGED = 12  # evenly spread prompts that are judged if texts alone do not decide; every mismatch is judged too
+# Evenly spread prompts that are judged if texts alone do not decide; every mismatch is judged too. Judging takes about
+# as long as measuring, so with `minutes` it is every second prompt, of those that are measured first.
+JUDGED = 12
 
 
 def prepare_methods(
@@ -105,7 +107,7 @@ def make_bench(
         streams, together = Streams(config.seed).within("warm-up"), None if name in alone else batch
         decode_all(arm, [prompt] * config.batch, [streams] * config.batch, together)
     profilers: dict[str, Arm] = {}
-    if setup.device.type == "cuda" and batch is None:
+    if setup.device.type == "cuda":
         synchronized = arms_for(config.max_new_tokens, synchronized_clock)
         profilers = {name: synchronized[name] for name in (AUTOREGRESSIVE, *prepared.methods)}
     sampled = config.sampling.temperature > 0
@@ -118,7 +120,8 @@ def make_bench(
 
     groups = prompts // config.batch
     order = range(groups) if config.minutes is None else spread_order(groups)
-    judged, display_positions = spread(groups, count), spread(prompts, config.show_prompts)
+    judged = spread(groups, count) if config.minutes is None else frozenset([*order][: 2 * count : 2])
+    display_positions = spread(prompts, config.show_prompts)
     # If an int8 model's arm ran the float weights by mistake, its text might still be equal by chance.
     judge = arms_with if sampled or setup.dtype in HALF or setup.int8 else None
     arms, watch = arms_for(config.max_new_tokens), CpuWatch()

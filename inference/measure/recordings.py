@@ -18,7 +18,7 @@ from pathlib import Path
 from outrider.base.errors import UserError
 from outrider.data_prep.text.chat import VICUNA_SYSTEM, is_greedy_run, run_beside
 from outrider.data_prep.text.data_files import RESPONSES, read_file
-from outrider.data_prep.text.messages import replace_surrogates
+from outrider.data_prep.text.messages import SkipRecordError, replace_surrogates
 from outrider.data_prep.text.prompts import Prompt
 from outrider.data_prep.text.records import find_layout, to_record
 from outrider.draft_models.targets.encoder import open_encoder
@@ -50,6 +50,10 @@ class RecordedTurn:
     answer: tuple[int, ...]
     ended: bool = True
     greedy: bool = True
+
+    @property
+    def conversation(self) -> str:
+        return self.id.partition("/turn")[0]
 
 
 def load_vocabulary(source: str) -> Vocabulary:
@@ -125,7 +129,10 @@ def _read_turns(file: Path, vocabulary: Vocabulary) -> Iterator[RecordedTurn]:
     greedy = (run := run_beside(file)) is not None and is_greedy_run(run)
     for line, raw in read_file(file):
         where = f"{file}:{line}"
-        record = to_record(raw, find_layout(raw, "auto", None, where), where)
+        try:
+            record = to_record(raw, find_layout(raw, "auto", None, where), where)
+        except SkipRecordError as error:
+            raise UserError(f"{where}: {error}; remove this record") from None
         facts, written = raw if isinstance(raw, dict) else {}, record.get("written")
         if written is None:
             raise UserError(f"{where}: no token ids of the target in it; give prompts= with a file of answers as text")

@@ -19,11 +19,12 @@ from outrider.base.errors import UserError
 from outrider.base.progress import track_progress
 from outrider.base.streams import Streams
 from outrider.draft_models.ngrams.table import TrigramTable
+from outrider.draft_models.small_lm.model import pass_tokens_of
 from outrider.draft_models.targets.open_target import pick_device
 from outrider.draft_models.targets.unseen_target import open_unseen
 from outrider.inference.core.decode import cut, decode_rounds
 from outrider.inference.core.drafter import Drafter
-from outrider.inference.core.rounds import Clock, Generation, Round, collect
+from outrider.inference.core.rounds import Clock, Generation, Round, collect, synchronized_clock
 from outrider.inference.core.session import Session
 from outrider.inference.core.target_session import TargetSession, WholeSession
 from outrider.inference.core.token_selector import TokenSelector, VerifiedDraft
@@ -146,6 +147,13 @@ def load_replayed(
     return drafters, partial(RecordedSession, vocabulary=size, device=device)
 
 
+def drafts_in_one_pass(drafters: Drafters) -> bool:
+    """Whether the small LM, if there is one, drafts all tokens in one pass (PARD)."""
+    model = drafters.get(SMALL_LM.name)
+    lms = [] if model is None else SMALL_LM.load_plugin().causal_lms(model)
+    return any(pass_tokens_of(lm.config)[0] is not None for lm in lms)
+
+
 def replay_turns(
     name: str,
     method: MethodConfig,
@@ -160,6 +168,8 @@ def replay_turns(
     """
     generations = []
     table = drafters.get(method.source)
+    # Drafts are computed on the device of the small LM, which a clock without synchronisation does not wait for.
+    clock = synchronized_clock if SMALL_LM.name in drafters and torch.cuda.is_available() else time.perf_counter
     for turn in track_progress(turns, f"replaying by {name}", "turns"):
         in_engine = bool(config.draft_tokens) and refusal_of("", method) is None
         if in_engine and isinstance(table, TrigramTable):  # it drafts chains in an engine, but trees here
@@ -168,18 +178,20 @@ def replay_turns(
         drafter = new_drafter(method, drafters, Streams(config.seed, turn.id).within(name))
         budget = max(config.max_new_tokens * turn.ended, len(turn.answer))
         ends = {turn.answer[-1]} if turn.ended else set[int]()
-        rounds = replay(drafter, turn.prompt, turn.answer, max_new_tokens=budget, eos=ends, session=session)
-        generations.append(collect(rounds))
+        rounds = replay(
+            drafter, turn.prompt, turn.answer, max_new_tokens=budget, eos=ends, clock=clock, session=session
+        )
+        generations.append(collect(rounds, clock))
     return generations
 
 
 def replay_chains(table: TrigramTable, prompt: Sequence[int], text: Sequence[int], max_draft: int) -> Generation:
     """`text` after `prompt` in the rounds that chains of `max_draft` tokens from the table give, as in an engine.
 
-    Nothing is decoded, so all times are 0.
+    Nothing is decoded, so all times are of look-up alone.
     """
     rounds = tuple(
-        Round(tokens, drafted=length, accepted=len(tokens) - 1, depth=length, seconds=0.0)
-        for length, tokens in chain_rounds(table, prompt, text, max_draft)
+        Round(tokens, drafted=length, accepted=len(tokens) - 1, depth=length, seconds=spent, structure_seconds=spent)
+        for length, tokens, spent in chain_rounds(table, prompt, text, max_draft)
     )
-    return Generation(tuple(text), 0.0, 0.0, rounds)
+    return Generation(tuple(text), 0.0, sum(round_.seconds for round_ in rounds), rounds)

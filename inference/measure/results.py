@@ -193,7 +193,12 @@ def append_result(folder: Path, number: int, measured: MeasuredPrompt) -> None:
 def append_line(path: Path, record: Mapping[str, object]) -> None:
     """Add `record` as a sealed line of JSON; it is on the disk when this returns. Raises `UserError`."""
     try:
-        with open(path, "ab") as file:
+        with open(path, "ab+") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 1))
+            if size and file.read() != b"\n":  # half a line, of a run that was killed or had no space left
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
             file.write(json.dumps(seal_record(record)).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())

@@ -117,29 +117,49 @@ def _time_token(server: TimedServer, prompt: list[int], seed: int) -> float:
 
 
 def expect_speedup(
-    generations: Sequence[Generation], costs: ServerCosts, streams: Streams, drafted: Sequence[float] = ()
+    generations: Sequence[Generation],
+    costs: ServerCosts,
+    streams: Streams,
+    drafted: Sequence[float] = (),
+    *,
+    units: Sequence[str] | None = None,
+    in_one_pass: bool = False,
 ) -> MedianInterval:
     """The speed-up over plain decoding that replayed rounds would have in the engine: median over texts, 95 % interval.
 
-    The interval has the choice of texts and of turns. drafted: seconds of a drafted token in the engine, of each turn;
-    if there are none, drafting takes the seconds that it took in the replay.
+    The interval has the choice of texts and of turns. Drafting takes the seconds that it took in the replay. drafted:
+    seconds of a token of an engine that runs the drafter alone, of each turn. The engine's work for a request is in
+    them too, so if they are given, drafting takes them, the seconds of the replay, or anything between. units: of each
+    text, the conversation that it is of; its texts are drawn together. in_one_pass: a whole draft takes the seconds of
+    a token.
     """
-    texts = [generation.rounds for generation in generations if generation.rounds]
+    numbers = [number for number, generation in enumerate(generations) if generation.rounds]
+    if not numbers:
+        return MedianInterval()
+    texts, names = [generations[number].rounds for number in numbers], units or range(len(generations))
+    of_unit: dict[str | int, list[int]] = {}
+    for row, number in enumerate(numbers):
+        of_unit.setdefault(names[number], []).append(row)
+    clusters = [np.array(rows) for rows in of_unit.values()]
     rounds = np.array([_count_widths(text) for text in texts])  # [texts, W + 1]
     replayed = np.array([sum(r.draft_seconds + r.structure_seconds for r in text) for text in texts])  # [texts]
-    drafted_tokens = np.array([sum(r.drafted for r in text) for text in texts])  # [texts]
+    drafted_tokens = np.array([sum(bool(r.drafted) if in_one_pass else r.drafted for r in text) for text in texts])
     tokens = np.array([sum(len(r.tokens) for r in text) for text in texts])  # [texts]
 
     def ratios(random: np.random.Generator | None = None) -> np.ndarray:
-        seconds = costs.passes(random)
-        drafting = drafted_tokens * _median(drafted, random) if drafted else replayed
+        seconds, drafting = costs.passes(random), replayed
+        if drafted:
+            longest = drafted_tokens * _median(drafted, random)
+            share = 0.5 if random is None else random.random()
+            drafting = longest - share * np.maximum(0.0, longest - replayed)
         faster: np.ndarray = tokens * seconds[1] / (rounds @ seconds + drafting)
         return faster
 
     random = streams.arrays("expected speed-up")
-    medians = [np.median(random.choice(ratios(random), len(texts))) for _ in range(DRAWS)]
+    picks = random.integers(len(clusters), size=(DRAWS, len(clusters)))
+    medians = [np.median(ratios(random)[np.concatenate([clusters[pick] for pick in row])]) for row in picks]
     low, high = np.quantile(medians, (0.025, 0.975)).tolist()
-    return MedianInterval(float(np.median(ratios())), (low, high), len(texts))
+    return MedianInterval(float(np.median(ratios())), (low, high), len(clusters))
 
 
 def _count_widths(rounds: Sequence[Round]) -> list[int]:

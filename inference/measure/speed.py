@@ -31,7 +31,11 @@ def select_timed(results: Sequence[PromptResult], *arms: str) -> list[PromptResu
 
 
 def without_loops(results: Sequence[PromptResult], *arms: str) -> list[PromptResult]:
-    return [r for r in results if not any(loop_length(r.generations[arm].tokens) for arm in arms)]
+    """Results without a loop in these arms. Texts that were decoded together share a pace: none of a group with a loop
+    stays."""
+    loops = [any(loop_length(r.generations[arm].tokens) for arm in arms) for r in results]
+    mixed_groups = {r.group for r, loop in zip(results, loops, strict=True) if loop and r.group is not None}
+    return [r for r, loop in zip(results, loops, strict=True) if not loop and r.group not in mixed_groups]
 
 
 def speedups(results: Sequence[PromptResult], arm: str, baseline: str) -> dict[str, float]:

@@ -19,8 +19,8 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from outrider.inference.core.drafter import CANDIDATE, CHOSEN, TRIED
-from outrider.inference.core.rounds import Generation
+from outrider.inference.core.drafter import CANDIDATE, CHOSEN, OBSERVED, TRIED
+from outrider.inference.core.rounds import Generation, Round
 
 OPTIONAL = {"optional": True}  # of a field that a report leaves out while it is None (see `inference.report.types`)
 
@@ -30,7 +30,7 @@ class DecodeStatistics:
     """τ and its parts over generations of one method (paper's symbols: v_d, r_d, HM), and what other papers report.
 
     tau: tokens per target pass, bonus included, prefill excluded.
-    acceptance_rate v_d: accepted / drafted.
+    acceptance_rate v_d: accepted / drafted, without what a chain drafted after an accepted end token.
     draft_share r_d: accepted / all output tokens.
     harmonic_mean: of the two.
     tau_of_requests: the mean over requests of each one's τ; `tau` pools all rounds instead, so that long answers count
@@ -54,7 +54,9 @@ def decode_statistics(generations: Iterable[Generation]) -> DecodeStatistics:
     rounds, texts = [r for g in generations for r in g.rounds], [g.rounds for g in generations if g.rounds]
     drafted, accepted = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
     emitted, output = sum(len(r.tokens) for r in rounds), sum(len(g.tokens) for g in generations)
-    v, r = (accepted / drafted if drafted else 0.0), (accepted / output if output else 0.0)
+    # Of a tree nobody knows which nodes would have been tested after an accepted end token.
+    tested = sum(_tested_depth(r) if r.drafted == r.depth else r.drafted for r in rounds)
+    v, r = (accepted / tested if tested else 0.0), (accepted / output if output else 0.0)
     return DecodeStatistics(
         tau=emitted / len(rounds) if rounds else 0.0,
         acceptance_rate=v,
@@ -67,18 +69,24 @@ def decode_statistics(generations: Iterable[Generation]) -> DecodeStatistics:
     )
 
 
+def _tested_depth(round_: Round) -> int:
+    """The depth to which a draft was tested: that of its last emitted token if the answer ends within the draft."""
+    return round_.accepted if 0 < len(round_.tokens) <= round_.accepted else round_.depth
+
+
 def _mean(values: Sequence[float]) -> float:
     return statistics.fmean(values) if values else 0.0
 
 
 def structure_statistics(generations: Iterable[Generation]) -> dict[str, float]:
-    """Per-round means of the structure's sums (see `Structure.totals`); empty if it has none.
+    """Means of the structure's sums (see `Structure.totals`) over the rounds that it drafted; empty if it has none.
 
     Candidates and chosen sizes are not among them, see `acceptance_by_candidates` and `chosen_sizes`.
     """
     generations = list(generations)
-    rounds = sum(len(g.rounds) for g in generations)
-    names = sorted({name for g in generations for name in g.totals if not name.startswith((TRIED, CANDIDATE, CHOSEN))})
+    rounds = sum(g.totals.get(OBSERVED, len(g.rounds)) for g in generations) or 1
+    not_meant = (TRIED, CANDIDATE, CHOSEN, OBSERVED)
+    names = sorted({name for g in generations for name in g.totals if not name.startswith(not_meant)})
     return {name: sum(g.totals.get(name, 0.0) for g in generations) / rounds for name in names}
 
 
@@ -100,7 +108,7 @@ def count_rounds_by_source(generations: Iterable[Generation]) -> dict[str, Sourc
 
 @dataclass(frozen=True)
 class ChosenSize:
-    """An "auto" size: the value chosen most often, its share of the rounds, and the mean."""
+    """An "auto" size: the value chosen most often, its share of the rounds that chose one, and the mean."""
 
     mode: str
     share: float
@@ -152,15 +160,15 @@ def acceptance_by_position(
     """The acceptance at depth i = 1, 2, …
 
     In a chain depth i is the i-th token. given_previous: the conditional acceptance, over only those rounds whose path
-    reached i − 1. Depths without such rounds are left out.
+    reached i − 1. Depths without such rounds are left out. A draft is tested up to an accepted end token only.
     """
-    rounds = [r for g in generations for r in g.rounds]
+    rounds = [(r.accepted, _tested_depth(r)) for g in generations for r in g.rounds]
     table = []
-    for position in range(1, max((r.depth for r in rounds), default=0) + 1):
+    for position in range(1, max((tested for _, tested in rounds), default=0) + 1):
         least = position - 1 if given_previous else 0
-        reached = [r for r in rounds if r.depth >= position and r.accepted >= least]
+        reached = [accepted for accepted, tested in rounds if tested >= position and accepted >= least]
         if reached:
-            share = sum(r.accepted >= position for r in reached) / len(reached)
+            share = sum(accepted >= position for accepted in reached) / len(reached)
             table.append(DepthAcceptance(position, len(reached), share))
     return tuple(table)
 
@@ -168,6 +176,8 @@ def acceptance_by_position(
 @dataclass(frozen=True)
 class MedianInterval:
     """The median over prompts of a ratio or a time, its 95 % interval and the number of prompts; None without values.
+
+    An interval over fewer than `MIN_PROMPTS` prompts says nothing, and is not shown.
 
     vs_transformers_generate: the same over transformers' `generate`, of a speed-up over plain decoding.
     """
@@ -177,15 +187,20 @@ class MedianInterval:
     prompts: int = 0
     vs_transformers_generate: "MedianInterval | None" = field(default=None, metadata=OPTIONAL)
 
+    @property
+    def shown_interval(self) -> tuple[float, float] | None:
+        return self.ci95 if self.prompts >= MIN_PROMPTS else None
+
     def __format__(self, form: str) -> str:
         """As text. form: "interval"; "times", the median alone; "ms", in thousandths."""
-        if self.median is None or self.ci95 is None:
+        if self.median is None:
             return "–"
-        low, high = self.ci95
-        if form == "ms":
-            return f"{1000 * self.median:.1f} [{1000 * low:.1f}, {1000 * high:.1f}]"
-        times = f"{self.median:.2f}×"
-        return times if form == "times" else f"{times} [{low:.2f}, {high:.2f}]"
+        factor, digits, unit = (1000, 1, "") if form == "ms" else (1, 2, "×")
+        median = f"{factor * self.median:.{digits}f}{unit}"
+        if form == "times" or self.shown_interval is None:
+            return median
+        low, high = self.shown_interval
+        return f"{median} [{factor * low:.{digits}f}, {factor * high:.{digits}f}]"
 
 
 def bootstrap_median(

@@ -44,7 +44,10 @@ def plot_speedups(reports: Sequence[MethodReport]) -> Figure:
     plot = Figure(figsize=(4.8, 0.8 + 0.6 * len(reports)), layout="constrained")
     axes = plot.subplots()
     medians = [report.figures.speedup.median or 0 for report in reports]
-    highest = max((speedup.ci95[1] for report in reports if (speedup := report.figures.speedup).ci95), default=0)
+    highest = max(
+        (speedup.shown_interval[1] for report in reports if (speedup := report.figures.speedup).shown_interval),
+        default=0,
+    )
     axis_end = max(1.2, min(highest, 2.5 * max(medians)))
     for row, report in enumerate(reports):
         values, speedup, colour = [*report.speedup_per_prompt.values()], report.figures.speedup, COLOURS[row % 8]
@@ -52,10 +55,11 @@ def plot_speedups(reports: Sequence[MethodReport]) -> Figure:
         axes.text(0, row - 0.2, f"{report.method}: {speedup:interval}{wrong}", parse_math=False)
         axes.plot([1, 1], [row - 0.1, row + 0.45], "--", color="black", linewidth=1)
         axes.plot(values, [row] * len(values), "o", markersize=5, color=colour, alpha=0.5, markeredgewidth=0)
-        if speedup.median is not None and speedup.ci95 is not None:
-            axes.plot(speedup.ci95, [row + 0.25] * 2, color=colour, linewidth=3)
+        if speedup.median is not None:
             axes.plot(speedup.median, row + 0.25, MARKERS[row % 5], markersize=8, color=colour)
-            if speedup.ci95[1] > axis_end:
+        if speedup.shown_interval is not None:
+            axes.plot(speedup.shown_interval, [row + 0.25] * 2, color=colour, linewidth=3)
+            if speedup.shown_interval[1] > axis_end:
                 axes.plot(axis_end, row + 0.25, ">", markersize=8, color=colour)
     limits = {"xlim": (0, 1.05 * axis_end), "ylim": (len(reports) - 0.5, -0.7)}
     axes.set(xlabel="times as fast as plain decoding", yticks=[], **limits)

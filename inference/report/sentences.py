@@ -203,7 +203,7 @@ def method_sentence(report: MethodReport) -> str:
         structure += f"; accepted by the first 1, 2, … candidates {shares}"
     for name, size in report.auto.chosen.items() if report.auto else ():
         structure += f"; chose {name} {size.mean:.1f} on average, most often {size.mode} "
-        structure += f"({100 * size.share:.0f} % of rounds)"
+        structure += f"({100 * size.share:.0f} % of the rounds that chose it)"
     return (
         f"{report.method}: {report.verdict}; time: {parts}; break-even acceptance "
         f"{format_figure(report.break_even_acceptance, '.2f')}, measured {report.figures.acceptance_rate:.2f}"

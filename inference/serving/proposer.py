@@ -12,6 +12,7 @@ import json
 import os
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from functools import cached_property
 from operator import attrgetter
@@ -62,18 +63,20 @@ class ServedText:
 
 def chain_rounds(
     table: TrigramTable, prompt: Sequence[int], text: Sequence[int], limit: int
-) -> list[tuple[int, tuple[int, ...]]]:
-    """Replay of `text` after `prompt`: for each round the length of the draft, at most `limit`, and the emitted tokens.
+) -> list[tuple[int, tuple[int, ...], float]]:
+    """Replay of `text` after `prompt`: for each round the length of the draft, at most `limit`, the emitted tokens, and
+    the seconds that drafting took.
 
     The first token is the prefill's and in no round.
     """
     ids = np.array([*prompt, *text])
     served, rounds, position = ServedText(table, len(ids) + limit, ids[: len(prompt)]), [], 1
     while position < len(text):
+        began = time.perf_counter()
         draft = served.draft(ids[: len(prompt) + position], limit)
-        tail = text[position:]
+        spent, tail = time.perf_counter() - began, text[position:]
         accepted = [*(a == b for a, b in zip(draft, tail[:-1], strict=False)), False].index(False)
-        rounds.append((len(draft), tuple(tail[: accepted + 1])))
+        rounds.append((len(draft), tuple(tail[: accepted + 1]), spent))
         position += accepted + 1
     return rounds
 

@@ -55,7 +55,8 @@ class OptTree(Tree):
             raise ValueError("opt_tree needs a delta: measure one (inference.measure.probe)")
         if nodes is not None and depth is not None:
             self.sizes, fed = None, min(nodes, settings.width or nodes)  # per level
-            super().__init__(settings, max(nodes, fed * depth), depth)
+            # A session of the target's layers holds what was fed while drafting, kept or not, and the rest of the tree.
+            super().__init__(settings, nodes + fed * (depth - 1), depth)
         else:
             self.sizes = sizes = TreeSizes(require_value(tuning), nodes, depth)
             super().__init__(settings, sizes.max_nodes * sizes.max_depth, sizes.max_depth)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from outrider.inference.core.drafter import OBSERVED
 from outrider.inference.core.tree import DraftTree
 from outrider.inference.settings.method import StructureConfig
 from outrider.inference.sizing.policy import Trials
@@ -59,6 +60,7 @@ class Structure(ABC):
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         """Learn from a verified draft, given its `accepted` nodes."""
         self.rule.observe(tree.depth, len(accepted))
+        self.totals[OBSERVED] += 1
 
     def trials(self, tree: DraftTree, accepted: Sequence[int]) -> Trials:
         """The outcomes of a round from which "auto" learns; none if no size can be "auto"."""

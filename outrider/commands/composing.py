@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from outrider.base.errors import UserError
-from outrider.base.settings import Config, construct, describe_type, field_types, missing_error
+from outrider.base.settings import Config, construct, describe_type, field_types, has_names, missing_error
 from outrider.base.words import did_you_mean, list_words, quote_word, write_option
 from outrider.cli import COMMANDS
 from outrider.inference.settings.kinds import PROMPT_LOOKUP, presets_of
@@ -247,14 +247,20 @@ def _plain_defaults(schema: typing.Any) -> dict[str, object]:
     return defaults
 
 
-def _adapt(value: object, kind: object) -> object:
-    """`value` for an option of the type `kind`: a number becomes a text where the type is a text, and ~/ the home."""
+def _adapt(value: object, kind: object, hint: object = None) -> object:
+    """`value` for an option of the type `kind`: a number becomes a text where the type is a text, and ~/ the home.
+
+    hint: the type with its metadata, by which texts in a list are paths or not.
+    """
     if isinstance(value, dict):
-        type_of_field = typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
+        is_known = dataclasses.is_dataclass(kind)
+        kinds, hints = (typing.get_type_hints(kind, include_extras=e) if is_known else {} for e in (False, True))
         member_kind = typing.get_args(kind)[-1:]  # of a mapping by name; else empty
-        return {key: _adapt(member, type_of_field.get(key, *member_kind)) for key, member in value.items()}
+        return {key: _adapt(member, kinds.get(key, *member_kind), hints.get(key)) for key, member in value.items()}
     if isinstance(value, list):
-        return [str(member) if kind == list[str] and isinstance(member, int | float) else member for member in value]
+        is_text = not has_names(hint)
+        [member_kind, *_] = typing.get_args(kind) or (None,)
+        return [m if isinstance(m, str) and is_text else _adapt(m, member_kind) for m in value]
     if isinstance(value, str):
         return os.path.expanduser(value) if value.startswith("~/") else value
     return str(value) if kind in (str, str | None) and isinstance(value, int | float) else value

@@ -206,7 +206,7 @@ def context_tokens(model: "Decoder", config: ServeConfig) -> int:
 
 def _plain_message(message: ChatMessage, where: str) -> dict[str, str]:
     """The message as `outrider` reads it. where: its place in the request, for errors."""
-    refuse_unread_fields(message.model_extra, where)
+    refuse_unread_fields({key: value for key, value in (message.model_extra or {}).items() if key != "name"}, where)
     parts = [{"type": "text", "text": message.content}] if isinstance(message.content, str) else message.content
     parts = [{name: value for name, value in part.items() if name != "cache_control"} for part in parts]
     texts = [part["text"] for part in parts if part.keys() == {"type", "text"} and part["type"] == "text"]

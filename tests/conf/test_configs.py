@@ -283,6 +283,8 @@ def test_a_path_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     config = compose_and_build("evaluate_checkpoint", ['checkpoint="~/eesd"', 'prompt_text=["~/ is home"]'])
     assert (config.checkpoint, list(config.prompt_text)) == ("/home/me/eesd", ["~/ is home"])
+    reports = compose_and_build("compare_reports", ['compare=["~/runs/a","~/runs/b"]'])
+    assert [*reports.compare] == ["/home/me/runs/a", "/home/me/runs/b"]
 
 
 TYPED = ["out_dir=a b", "resume=false", "prompts='x'", "-m"]

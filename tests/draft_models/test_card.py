@@ -26,6 +26,14 @@ def test_every_engine_is_told_the_same_number_of_tokens(tmp_path: Path, use: str
     assert not re.search(r"[{%]\w", text)
 
 
+def test_a_target_that_is_a_gguf_file_is_served_as_it_is(tmp_path: Path) -> None:
+    write_card(tmp_path, describe_serving(3, "llama_cpp"), "my/model.gguf", {})
+    text = (tmp_path / "README.md").read_text()
+    assert f"llama-server -m my/model.gguf -md {tmp_path}/model.gguf --spec-type draft-simple" in text
+    assert "convert" not in text
+    assert "outrider export" not in text
+
+
 @pytest.mark.parametrize(
     "use", [early_exit.USE, small_lm.describe_use(0), small_lm.USE_OF_SOME, describe_use("specforge")]
 )

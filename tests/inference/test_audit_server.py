@@ -103,17 +103,22 @@ def test_a_lossy_server_is_refused_and_its_replies_are_not(model: PreTrainedMode
 def test_a_killed_audit_asks_for_what_is_missing(
     model: PreTrainedModel, configure: Configure, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    limit = [6]
+
     def breaks(number: int, reply: dict[str, Any]) -> dict[str, Any] | int:
-        return reply if number < 6 else 503
+        return reply if number < limit[0] else 503
 
     few = {"concurrency": 1, "server_retries": 0}
-    with serving(engine(model, breaks)) as url, pytest.raises(UserError, match="go on with resume=true"):
-        audit(config := configure(url, **few))
-    before = lines(config)
-    assert len(before) == 5
-    with serving(served := engine(model)) as url:
+    with serving(served := engine(model, breaks)) as url:
+        with pytest.raises(UserError, match="go on with resume=true"):
+            audit(config := configure(url, **few))
+        before = lines(config)
+        assert len(before) == 5
+        limit[0] = 1000
         refusal("resume=true judges anew, and asks a server what is missing", audit, configure(url, **few))
         refusal(r"temperature=1.0 \(was 0.0\)", audit, configure(url, **few, resume=True, temperature=1.0))
+        with serving(engine(model)) as other:  # another server's answers are not its own
+            refusal(r"server=", audit, configure(other, **few, resume=True))
         served.count = 0
         audit(configure(url, **few, resume=True))
         assert served.count == 1 + PROMPTS - len(before)
@@ -123,6 +128,13 @@ def test_a_killed_audit_asks_for_what_is_missing(
         audit(other := configure(url, name="other"))
     assert whole.count == 1 + PROMPTS
     assert sorted(map(str, lines(other))) == sorted(map(str, lines(config)))
+
+
+def test_what_the_judge_lacks_is_said_before_the_server_is_asked(model: PreTrainedModel, configure: Configure) -> None:
+    with serving(served := engine(model)) as url:
+        refusal("device=cuda:9", audit, configure(url, device="cuda:9"))
+        refusal("nowhere.jsonl: cannot be read", audit, configure(url, control="nowhere.jsonl"))
+    assert served.count == 0
 
 
 @pytest.mark.parametrize("said", [True, False])

@@ -182,7 +182,7 @@ def test_a_plan_counts_a_byte_a_weight(
 ) -> None:
     config, parts = config_for(made[0], tmp_path, plan=True, device="cuda"), {}
     for dtype in ("int8", "bfloat16"):
-        parts[dtype] = evaluation_memory(replace(config, dtype=dtype), open_target(str(made[0])).config)
+        parts[dtype] = evaluation_memory(replace(config, dtype=dtype), open_target(str(made[0])))
         command(replace(config, dtype=dtype))
         assert f" dtype={dtype} " in capsys.readouterr().out
     model = open_target(str(made[0])).layers(dtype=torch.bfloat16, int8=True)

@@ -365,11 +365,11 @@ def test_totals_that_the_papers_report(target: Target) -> None:
         assert told == [(r.depth, r.accepted) for r in rounds[1:]] == [(t.depth, len(nodes)) for t, nodes in seen]
         if name == "opt_tree":
             expected = sum(1 + float(tree.path_probs.sum()) for tree, _ in seen)
-            assert shape.totals == pytest.approx({"expected_tau": expected}, rel=1e-5)
+            assert shape.totals == pytest.approx({"expected_tau": expected, "observed": len(seen)}, rel=1e-5)
         else:
             fed = sum(tree.drafted for tree, _ in seen)
             copies = sum(any(node >= tree.drafted for node in accepted) for tree, accepted in seen)
-            assert shape.totals == {"drafted_by_source": fed, "graph_success": copies}
+            assert shape.totals == {"drafted_by_source": fed, "graph_success": copies, "observed": len(seen)}
 
 
 def test_impossible_lengths_are_refused(target: Target) -> None:
@@ -417,7 +417,8 @@ def test_draft_and_target_distributions_are_processed_alike(tiny_vocabulary: tup
     drafter = ModelDrafter(SmallLMDraftModel(tiny_vocabulary[0]), drafting)
     rounds = list(speculative(tiny_vocabulary[0], drafter, [1, 4, 2], **options))
     assert [r.accepted for r in rounds[1:]] == [len(widths)] * 6
-    assert drafting.totals == {"nodes_tried": 6 * len(widths), "accepted_candidate_1": 6 * len(widths)}
+    nodes = 6 * len(widths)
+    assert drafting.totals == {"nodes_tried": nodes, "accepted_candidate_1": nodes, "observed": 6}
 
 
 def test_each_draft_is_verified_by_its_rule(tiny_vocabulary: tuple, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,8 +78,27 @@ def test_the_speedup_is_the_tokens_over_the_time_of_the_rounds() -> None:
     assert free.median == pytest.approx(10 * 0.04 / spent)
     assert drafted.median == pytest.approx(10 * 0.04 / (spent + 3 * 0.003))
     there = expect_speedup([rounds_of(widths, 0.003)] * 6, costs, Streams(0), [0.001, 0.002, 0.9])
-    assert there.median == pytest.approx(10 * 0.04 / (spent + 13 * 0.002))
+    assert there.median == pytest.approx(10 * 0.04 / (spent + (13 * 0.002 + 3 * 0.003) / 2))
+    steady = expect_speedup([rounds_of(widths, 0.003)] * 6, costs, Streams(0), [0.002] * 5)
+    assert steady.ci95 == pytest.approx((10 * 0.04 / (spent + 13 * 0.002), 10 * 0.04 / (spent + 3 * 0.003)), rel=0.02)
+    faster = expect_speedup([rounds_of(widths, 0.003)] * 6, costs, Streams(0), [0.0001] * 3)
+    assert faster.median == pytest.approx(10 * 0.04 / (spent + 13 * 0.0001))  # the engine drafts faster than we do
     assert expect_speedup([rounds_of([(0, 1)] * 9)] * 5, costs, Streams(0)).median == pytest.approx(1.0)
+    at_once = expect_speedup([rounds_of(widths)] * 6, costs, Streams(0), [0.002], in_one_pass=True)
+    assert at_once.median == pytest.approx(10 * 0.04 / (spent + 3 * 0.002 / 2))
+    assert expect_speedup([], costs, Streams(0)).median is None
+
+
+def test_the_turns_of_a_conversation_are_drawn_together() -> None:
+    costs = ServerCosts((0.04,) * 5, {width: (seconds,) * 5 for width, seconds in PASSES.items()})
+    texts = [rounds_of([(3, 1 + text % 3)] * 8) for text in range(6)]
+    alone, pairs = (
+        expect_speedup([text for text in texts for _ in range(2)], costs, Streams(0), units=units)
+        for units in ([str(number) for number in range(12)], [str(number // 2) for number in range(12)])
+    )
+    assert (alone.prompts, pairs.prompts) == (12, 6)
+    assert alone.median == pairs.median
+    assert pairs.ci95[1] - pairs.ci95[0] >= alone.ci95[1] - alone.ci95[0]
 
 
 def test_the_interval_holds_the_speedup_of_the_true_costs() -> None:
@@ -89,9 +108,9 @@ def test_the_interval_holds_the_speedup_of_the_true_costs() -> None:
     assert truth.median is not None
     widths = []
     for noise in (0.02, 0.3):
-        measured = [StandIn(noise=noise, random=np.random.default_rng(seed)) for seed in range(8)]
+        measured = [StandIn(noise=noise, random=np.random.default_rng(seed)) for seed in range(100, 112)]
         found = [expect_speedup(texts, measure_server(server, range(300)), Streams(1)) for server in measured]
         intervals = [interval.ci95 for interval in found if interval.ci95 is not None]
-        assert sum(low <= truth.median <= high for low, high in intervals) >= 7
+        assert sum(low <= truth.median <= high for low, high in intervals) >= 10
         widths.append(np.mean([high - low for low, high in intervals]))
     assert widths[0] < widths[1]

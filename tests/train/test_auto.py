@@ -13,9 +13,11 @@ from outrider.base.errors import UserError
 from outrider.base.settings import construct
 from outrider.commands import config_for
 from outrider.data_prep.text.prompts import read_prompts
+from outrider.data_prep.text.settings import DataConfig
+from outrider.data_prep.text.sources import read_records
 from outrider.draft_models.targets.fingerprint import Fingerprint
 from outrider.draft_models.targets.open_target import open_target
-from outrider.inference.loading.memory_plan import Memory, evaluation_memory
+from outrider.inference.loading.memory_plan import Memory, evaluation_memory, evaluation_plan
 from outrider.inference.report.sentences import write_recommendation
 from outrider.inference.report.types import read_reports
 from outrider.inference.settings.evaluate import EvaluateConfig
@@ -27,6 +29,7 @@ from outrider.train.auto_choice import (
     NO_CHOICE,
     Choice,
     FirstAnswers,
+    choose_corpus_share,
     choose_rows,
     choose_trainings,
     configure_pipeline,
@@ -177,6 +180,18 @@ def test_a_small_lm_that_read_a_corpus_needs_fewer_answers() -> None:
     assert "from 60,000" in fewer.not_tried["small_lm"]
 
 
+def test_a_corpus_of_one_text_is_refused_before_anything_runs(
+    tmp_path: Path, chat_target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("book.txt").write_text("once upon a time " * 100)
+    config = AutoConfig(
+        target=chat_target, prompts=str(own_prompts(tmp_path, 20)), corpus=("book.txt",), train=("small_lm",)
+    )
+    refusal(r"corpus=book\.txt: no text of it is in the (train|heldout) split", run_auto, config, config_for)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("runs")] == []
+
+
 @pytest.mark.parametrize(("parameters", "hidden"), [(0.0, 384), (1.35e8, 256), (1.5e9, 384)])
 def test_the_corpus_is_read_before_the_answers(parameters: float, hidden: int) -> None:
     """By a table, to which that of the answers is added, and by the small LM, which answers continue: its shape is one
@@ -190,6 +205,7 @@ def test_the_corpus_is_read_before_the_answers(parameters: float, hidden: int) -
     first, then = built["corpus_lm"], built["small_lm"]
     assert (first.target, first.tokenizer, first.objective) == (None, "org/model", "cross_entropy")
     assert (first.drafter.hidden, first.drafter.path) == (hidden, None)
+    assert (first.data.share, then.data.share) == (1.0, 1.0)
     assert (then.drafter.path, then.draft_vocabulary) == ("o/corpus_lm", None)
     assert (then.teacher, then.objective) == ("cached", "forward_kl")
     assert then.data.heldout_fraction == 0.2 > first.data.heldout_fraction
@@ -197,6 +213,24 @@ def test_the_corpus_is_read_before_the_answers(parameters: float, hidden: int) -
     assert inputs["small_lm"] == {"corpus_lm", "responses"}
     assert inputs["trigrams"] == {"corpus_table", "responses"}
     assert configure(WITH_CORPUS, NO_CHOICE, look).steps.keys() & {"corpus_lm", "corpus_table"} == {"corpus_table"}
+
+
+def test_a_small_lm_reads_what_its_minutes_hold(tmp_path: Path) -> None:
+    """Of few texts all, since each split needs some; both splits of a share are parts of those of the whole."""
+    assert choose_corpus_share(replace(CONFIG, minutes=60.0), "cpu", 2e9) == 0.026
+    assert choose_corpus_share(replace(CONFIG, minutes=60.0), "cpu", 2e6) == 1.0
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": f"text number {number}"}) + "\n" for number in range(2000)))
+    assert auto_run._share_of_corpus([str(file)], 0.3) == 0.3
+    assert auto_run._share_of_corpus([str(file)], 0.001) == 1.0
+    whole, part = (DataConfig(source="local", path=str(file), share=share) for share in (1.0, 0.3))
+    for split, least in (("train", 400), ("heldout", 15)):
+        texts = [{record["text"] for record in read_records(data, split)} for data in (whole, part)]
+        assert least < len(texts[1]) < len(texts[0]) / 2
+        assert texts[1] < texts[0]
+    look = replace(LOOK, prompts=40, corpus_share=0.3)
+    built = settings_of(configure(replace(WITH_CORPUS, train=("small_lm",)), Choice(("small_lm",), {}, {}), look))
+    assert (built["corpus_lm"].data.share, built["corpus_table"].data.share) == (0.3, 1.0)
 
 
 def test_measured_texts_are_as_long_as_answers() -> None:
@@ -279,16 +313,17 @@ def test_a_target_that_does_not_fit_is_refused(chat_target: str, monkeypatch: py
 
 def test_a_quantised_file_takes_three_times_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU multiplies its weights as they are stored, and `auto` measures short texts."""
-    asked = []
-    monkeypatch.setattr(auto_run, "evaluation_memory", lambda *given: asked.append(given[2:]) or [])
     source = save_plain_target(tmp_path / "target")
     files = [write_gguf(source, tmp_path / f"{kind}.gguf", kind) for kind in ("Q4_K", "F32")]
-    for path in (*files, source):
-        auto_run._describe_memory(open_target(str(path)), 1e12)
-    assert [stored for _, stored in asked] == [files[0].stat().st_size, 0, 0]
-    assert {positions for positions, _ in asked} == {1024}
     config = EvaluateConfig(target="t", methods={"m": MethodConfig("prompt_lookup")})
-    assert evaluation_memory(config, open_target(str(source)).config, 64, 10**6)[0].size == 3 * 10**6
+    weights = [evaluation_memory(config, open_target(str(path)), 64)[0].size for path in (*files, source)]
+    assert weights[0] == 3 * files[0].stat().st_size
+    assert weights[1] == weights[2]
+    assert evaluation_plan(config, open_target(str(files[0]))).parts[0].size == weights[0]
+    asked = []
+    monkeypatch.setattr(auto_run, "evaluation_memory", lambda *given: asked.append(given[2:]) or [])
+    auto_run._describe_memory(open_target(str(source)), 1e12)
+    assert asked == [(1024,)]
 
 
 def test_inputs_that_a_later_step_cannot_use_stop_it_first(
@@ -313,7 +348,8 @@ def test_a_rehearsal_has_a_users_own_prompts_or_few(tmp_path: Path, own: bool) -
 def test_a_batch_fits_the_memory_and_the_minutes() -> None:
     """As many prompts as there is room for twice over; of larger targets fewer on a CPU, whose steps take longer."""
     assert choose_rows("cpu", 1.35e8, 1e6, 1e12) == 40
-    assert choose_rows("cpu", 7e9, 1e6, 1e12) == 2
+    assert choose_rows("cpu", 1.5e9, 1e6, 1e12) == 33
+    assert choose_rows("cpu", 7e9, 1e6, 1e12) == 8
     assert choose_rows("cuda", 7e9, 1e6, 1e12) == 256
     assert choose_rows("cuda", 7e9, 0.5e9, 60e9) == 60
     assert choose_rows("cuda", 7e9, 0.5e9, 0.1e9) == 1

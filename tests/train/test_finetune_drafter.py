@@ -32,11 +32,13 @@ from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.shapes.factory import Chain
 from outrider.inference.stopping.interface import FixedLength
 from outrider.train.core.driver import BEST_FOLDER, training_run
+from outrider.train.core.training import FitResult
 from outrider.train.finetune_drafter import SmallLMStudent, drafter_config, finetune_drafter, start_lm
 from outrider.train.parts.capture import TextToContinue
 from outrider.train.parts.heldout import Decoding
 from outrider.train.parts.on_policy import OnPolicy, continue_prefixes
 from outrider.train.settings.drafters import DrafterConfig
+from outrider.train.settings.fit import FitConfig
 from tests.full_disk import largest_file
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 from tests.refusals import refusal
@@ -122,6 +124,21 @@ def trained_tiny(out_dir: Path, taus: list[float], *, resume: bool = False) -> N
     assert result is not None
     assert result.metrics == {"tau": max(taus)}
     assert same(trained_weights(model), seen[taus.index(max(taus))])
+
+
+def test_a_longer_run_that_ends_before_it_saves_is_not_finished(tmp_path: Path) -> None:
+    config, model = replace(FIT, steps=2), TinyModel()
+
+    def train(config: FitConfig, resume: bool) -> FitResult | None:
+        with training_run(RunConfig(out_dir=str(tmp_path), resume=resume)) as run:
+            return run.fit(model, tiny_rows(), config, identity={}, last_file="drafter.json")
+
+    assert train(config, False) is not None
+    (tmp_path / "drafter.json").touch()
+    assert train(config, True) is None  # finished already
+    longer = replace(config, steps=4)
+    assert train(longer, True) is not None  # killed here, before the drafter is saved
+    assert train(longer, True) is not None
 
 
 def test_best_weights_of_a_run_without_a_checkpoint_are_not_another_runs(tmp_path: Path) -> None:
@@ -314,7 +331,9 @@ def test_it_samples_the_targets_ids(tmp_path: Path) -> None:
             cumulative = whole(torch.tensor([text])).logits[0, -1, TOKENS].softmax(-1).cumsum(-1)
             assert token == TOKENS[int((cumulative <= coin).sum())]
             text.append(token)
-    student = SmallLMStudent(small.requires_grad_(True), "kl_tv", layer_stack(whole), OnPolicy(1.0, 6, 0, None)).train()
+    student = SmallLMStudent(
+        small.requires_grad_(True), "kl_tv", layer_stack(whole), OnPolicy(1.0, 6, 0, frozenset())
+    ).train()
     loss = student(**batch())["loss_sum"]
     loss.backward()
     assert loss > 0

@@ -20,12 +20,16 @@ from tests.train.test_pipeline import printed_by
 CONFIG = ForecastConfig(target="org/model", answers="a.jsonl", prompts="p.jsonl", minutes=16.0)
 
 
-def reports_of(taus: dict[float, float], cost: float) -> dict[float, MethodReport]:
+def reports_of(
+    taus: dict[float, float], cost: float, verdict: str = "faster", busy: str | None = None
+) -> dict[float, MethodReport]:
     """Reports of small LMs with these τ by share, whose round costs `cost` tokens of plain decoding."""
     made: dict[float, MethodReport] = {}
     for share, tau in taus.items():
         figures = SimpleNamespace(tau=tau, speedup=MedianInterval(tau / cost, None, 12))
-        made[share] = SimpleNamespace(method="small_lm_survival", tokens=round(2000 * tau), figures=figures)  # type: ignore[assignment]
+        conditions = SimpleNamespace(load=SimpleNamespace(busy=busy))
+        facts = {"method": "small_lm_survival", "verdict": verdict, "conditions": conditions}
+        made[share] = SimpleNamespace(tokens=round(2000 * tau), figures=figures, **facts)  # type: ignore[assignment]
     return made
 
 
@@ -41,6 +45,10 @@ def test_a_drafter_pays_where_its_tau_exceeds_the_cost_of_a_round() -> None:
     assert "it pays already" in describe_kind(cheap, CONFIG.minutes)
     assert f"it pays from about {dear.minutes_to_even:.3g} minutes" in describe_kind(dear, CONFIG.minutes)
     assert "it will not pay within 128 minutes" in describe_kind(hopeless, CONFIG.minutes)
+    undecided = forecast_kind(CONFIG, "small_lm", reports_of(taus, 1.3, "undecided"))
+    assert "whether it pays already is undecided" in describe_kind(undecided, CONFIG.minutes)
+    busy = forecast_kind(CONFIG, "small_lm", reports_of(taus, 1.3, busy="other work"))
+    assert "its speed cannot be judged" in describe_kind(busy, CONFIG.minutes)
     inside, outside = (reports_of({1.0: add + cheap.expected[0].high}, 1.3)[1.0] for add in (0.0, 0.1))
     assert (judge_outcome(cheap, [inside]).inside, judge_outcome(cheap, [outside]).inside) == (True, False)
 

@@ -62,7 +62,7 @@ def test_what_is_watched_are_the_models_choices(target: OpenTarget) -> None:
 
 def test_a_small_lm_learns_from_its_own_samples(target: OpenTarget) -> None:
     """As drafter and as teacher; written out with whole forwards."""
-    rows, policy = batch(1, 24), OnPolicy(1.0, 6, 5, None)
+    rows, policy = batch(1, 24), OnPolicy(1.0, 6, 5, frozenset())
     lm = target.layers([0, LAYERS - 1], dtype=torch.float32).requires_grad_(True)
     one = SmallLMStudent(lm, "reverse_kl", layer_stack(target.layers(dtype=torch.float32)), policy)
     one.begin_step(3)

@@ -251,7 +251,7 @@ def test_a_step_draws_its_drafts_and_judging_has_none(target: Path) -> None:
     every = replace(DRAFTS, keep=1.0).append_masks(3, one.stack, **rows).labels[:, 20:] != IGNORE
     assert every.sum(1).tolist() == [3 + 2 + 1 + 8 + 7 + 6] * 3
     assert one.eval()(**rows)["loss_sum"] == student(target).eval()(**rows)["loss_sum"]
-    one.on_policy = OnPolicy(1.0, 6, 5, None)  # whose samples are drafted from too
+    one.on_policy = OnPolicy(1.0, 6, 5, frozenset())  # whose samples are drafted from too
     drafted, one.parallel = one.train()(**rows)["loss_sum"], ONE_A_PASS
     assert (drafted - one(**rows)["loss_sum"]).abs() > 1e-3
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from outrider.base.errors import UserError
-from outrider.base.files import read_mapping
+from outrider.base.files import read_mapping, write_json
 from outrider.base.streams import Streams
 from outrider.commands import config_for
-from outrider.data_prep.text.settings import DataConfig
+from outrider.data_prep.text.settings import DataConfig, MixPart
 from outrider.data_prep.text.traffic import Conversation, read_traffic, split_newest
 from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.draft_models.targets.open_target import open_target
@@ -141,6 +142,36 @@ def test_logs_of_all_layouts_are_read_in_the_order_of_time(tmp_path: Path) -> No
     joined = conversations[1].raw
     assert [message.get("weight") for message in joined["messages"]] == [None, 0, None, None]
     assert (joined["finish"], joined["greedy"]) == ("length", True)
+
+
+def test_a_logged_response_without_a_message_is_left_out_and_tools_stay(tmp_path: Path) -> None:
+    asked = {"messages": [{"role": "user", "content": "q"}], "tools": [{"type": "function", "function": {"name": "f"}}]}
+    answer = {"message": {"role": "assistant", "content": "a"}}
+    lines = [{"request": asked, "response": {"choices": [choice]}} for choice in (answer, {"text": "a"}, "a")]
+    lines.append({"request": {"messages": ["hi"]}, "response": {"choices": [answer]}})
+    [conversation] = read_traffic([str(write_log(tmp_path / "a.jsonl", lines))])
+    assert conversation.raw["tools"] == asked["tools"]
+
+
+def test_versions_may_be_moved(tmp_path: Path) -> None:
+    for number, start in ((1, "small"), (2, f"{tmp_path}/old/versions/0001/drafter")):
+        folder = tmp_path / f"new/versions/{number:04}"
+        (folder / "drafter").mkdir(parents=True)
+        write_json(folder / "plan.json", asdict(refitting.Version({}, start, "none", {})))
+    starts = [refitting.read_version(tmp_path / f"new/versions/{number:04}").start for number in (1, 2)]
+    assert starts == ["small", str(tmp_path / "new/versions/0001/drafter")]
+
+
+def test_conversations_are_rendered_as_the_training_rendered_them() -> None:
+    """Also where they were one source of several."""
+    thinking = {"enable_thinking": False}
+    chat = MixPart(source="local", path="a.jsonl", chat_template_kwargs=thinking)
+    mixed = DataConfig(source="mix", mix={"chat": chat, "code": MixPart()})
+    alone = DataConfig(source="local", path="a.jsonl", chat_template_kwargs=thinking)
+    for data in (mixed, alone):
+        [source] = refitting.learned_sources(json.loads(json.dumps(data.decisions())))
+        assert (source.template, source.chat_template_kwargs) == ("tokenizer", thinking)
+    assert refitting.learned_sources(None) == []
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from outrider.base.errors import UserError
 from outrider.base.run_dirs import LOCK_FILE
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.targets.settings import ReadingChanges
 from outrider.draft_models.targets.tensor_files import TensorFiles
 from outrider.train.calibrate import calibrate
+from outrider.train.core.driver import training_run
 from outrider.train.eagle3 import train_eagle3
 from outrider.train.eesd import train_early_exit
 from outrider.train.finetune_drafter import finetune_drafter
@@ -41,6 +43,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_models: Path) -> Path:
     for name in ("table", "small_lm"):
         (folder / name).symlink_to(tiny_models / name)
     return folder
+
+
+def test_rows_that_processes_cannot_share_are_refused_before_data_is_read(tmp_path: Path) -> None:
+    config = finetuning(tmp_path / "target", NOWHERE, tmp_path / "out")
+    wrong = replace(config, fit=replace(config.fit, batch_rows=4, micro_batch_rows=3))
+    with pytest.raises(UserError, match="micro_batch_rows=3: must divide"), training_run(wrong):
+        pass
 
 
 def data(**changes: Any) -> DataConfig:

@@ -48,7 +48,7 @@ def batch(rows: int = 3, length: int = 20) -> dict[str, Tensor]:
 
 
 def test_gradients_reach_the_drafter_and_not_the_teacher(target: Path) -> None:
-    one = student(target, "jensen_shannon", OnPolicy(1.0, 6, 0, None))
+    one = student(target, "jensen_shannon", OnPolicy(1.0, 6, 0, frozenset()))
     one.train()
     with torch.autocast("cpu", torch.bfloat16):
         one(**batch())["loss_sum"].backward()
@@ -59,12 +59,12 @@ def test_gradients_reach_the_drafter_and_not_the_teacher(target: Path) -> None:
 
 
 def test_a_step_is_on_policy_as_often_as_asked() -> None:
-    share = OnPolicy(0.3, 8, 0, None)
+    share = OnPolicy(0.3, 8, 0, frozenset())
     due = [share.is_due(step) for step in range(2000)]
     assert 0.25 < sum(due) / 2000 < 0.35
     assert due == [share.is_due(step) for step in range(2000)]
-    assert due != [OnPolicy(0.3, 8, 1, None).is_due(step) for step in range(2000)]
-    assert all(OnPolicy(1.0, 8, 0, None).is_due(step) for step in range(50))
+    assert due != [OnPolicy(0.3, 8, 1, frozenset()).is_due(step) for step in range(2000)]
+    assert all(OnPolicy(1.0, 8, 0, frozenset()).is_due(step) for step in range(50))
     seeds = [row_generator(0, step, row).random() for step in (1, 2) for row in batch()["input_ids"]]
     assert len(set(seeds)) == len(seeds) == 6  # no two rows and no two steps draw the same numbers
 
@@ -85,7 +85,7 @@ def on_own_samples(lm: Any, whole: Any, rows: dict[str, Tensor]) -> Tensor:
 
 def test_on_policy_is_the_divergence_on_own_samples(target: Path) -> None:
     """Written out row by row with whole forwards: sample, score, mean, weight by the row's supervised tokens."""
-    one, rows = student(target, "reverse_kl", OnPolicy(1.0, 6, 5, None)), batch()
+    one, rows = student(target, "reverse_kl", OnPolicy(1.0, 6, 5, frozenset())), batch()
     rows["labels"][1] = IGNORE  # a row may have nothing to learn
     one.begin_step(3)
     got = one.train()(**rows)["loss_sum"]
@@ -108,7 +108,7 @@ def test_own_samples_are_tokens_the_teacher_knows(target: Path) -> None:
     given.lm.resize_token_embeddings(4 * VOCABULARY, mean_resizing=False)  # padded
     with torch.no_grad():
         given.lm.lm_head.weight.copy_(given.lm.lm_head.weight[:VOCABULARY].repeat(4, 1))
-    one = SmallLMStudent(given.lm, "forward_kl", given.teacher, OnPolicy(1.0, 6, 0, None)).train()
+    one = SmallLMStudent(given.lm, "forward_kl", given.teacher, OnPolicy(1.0, 6, 0, frozenset())).train()
     assert one(**batch())["loss_sum"].isfinite()
 
 
@@ -135,7 +135,7 @@ def test_adapters_are_merged_before_rounding(target: Path) -> None:
 
 
 def test_on_policy_needs_whole_parameters(target: Path) -> None:
-    sampling, plain = student(target, on_policy=OnPolicy(0.5, 6, 0, None)), student(target)
+    sampling, plain = student(target, on_policy=OnPolicy(0.5, 6, 0, frozenset())), student(target)
     sampling.begin_step(1)
     for one in (sampling, plain):
         next(one.parameters()).ds_id = 0  # the mark of ZeRO-3
@@ -181,6 +181,6 @@ def test_a_prefix_is_the_document_up_to_a_supervised_place() -> None:
 def test_labels_of_samples_end_with_the_first_end_token() -> None:
     ids = torch.tensor([[1, 2, 7, 8, 9, 7], [3, 4, 5, 6, 8, 0]])
     sampled = torch.tensor([[7, 8, 9], [4, 5, 6]])
-    labels = label_samples(ids, [2, 1], sampled, 8)
+    labels = label_samples(ids, [2, 1], sampled, {8, 99})
     assert labels.tolist() == [[IGNORE, 7, 8, IGNORE, IGNORE, IGNORE], [4, 5, 6, IGNORE, IGNORE, IGNORE]]
-    assert label_samples(ids, [2, 1], sampled, None)[0].tolist() == [IGNORE, 7, 8, 9, IGNORE, IGNORE]
+    assert label_samples(ids, [2, 1], sampled, ())[0].tolist() == [IGNORE, 7, 8, 9, IGNORE, IGNORE]

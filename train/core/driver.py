@@ -43,6 +43,8 @@ def training_run(
         if memory is not None:
             stack.enter_context(explain_out_of_memory(lambda: memory().parts))
         state = join_processes()
+        if isinstance(fit_config := getattr(config, "fit", None), FitConfig):
+            fit_config.require_processes(state.num_processes)
         for folder in {Path(path).resolve(): path for path in (config.out_dir, *drafters)}.values():
             option, resume = ("out_dir", config.resume) if folder == config.out_dir else ("checkpoint", None)
             locked = require_writable(folder, option)
@@ -108,9 +110,14 @@ class TrainingRun:
                 best.offer(student, step, metrics)
             return metrics
 
+        def forget_saved() -> None:
+            """A run that was longer before is not finished until its drafter is saved anew."""
+            if last_file is not None:
+                (self.out_dir / last_file).unlink(missing_ok=True)
+
         result = fit(
             student, rows, config, self.out_dir, identity=identity, evaluate=evaluate_and_keep, minutes=minutes,
-            resume=self.resume,
+            resume=self.resume, finishing=forget_saved,
         )  # fmt: skip
         if student.saved_part is not None:  # the caller writes its frozen parameters too
             sharding.make_whole(student.saved_part, frozen=True)

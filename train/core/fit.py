@@ -68,6 +68,7 @@ def fit(
     evaluate: Callable[[int], Metrics] | None = None,
     minutes: float | None = None,
     resume: bool = False,
+    finishing: Callable[[], object] = lambda: None,
     clock: Clock = time.perf_counter,
 ) -> FitResult:
     """Train `student` in place on `rows`. Every process calls it.
@@ -78,7 +79,7 @@ def fit(
     evaluate: called on every process, every `eval_every` steps and at the end, with the number of steps done, while
     the student is in eval mode, without gradients. The metrics that it returns are logged as eval_<name>.
     minutes: the time limit for the last step; the number of steps is then at most that of `config`. clock: measures
-    seconds for it (see `StepBudget`).
+    seconds for it (see `StepBudget`). finishing: called by the main process before the last checkpoint is written.
 
     Writes checkpoint-<step> directories and log.jsonl to `out_dir`, which the caller must lock. A killed run continued
     with `resume=True` gives bit-identical results to an uninterrupted one, on the same machine with the same number of
@@ -119,7 +120,8 @@ def fit(
             engine.load(checkpoint)
         described = {**run, "out_dir": str(out_dir), "processes": state.num_processes}
         start_wandb(engine.accelerator, config.wandb, out_dir, described)
-        report = TrainingLog(engine.accelerator, out_dir, range(resumed_from, budget.total), evaluate is not None)
+        steps, seconds_left = range(resumed_from, budget.total), limit.left(limit.earlier)
+        report = TrainingLog(engine.accelerator, out_dir, steps, evaluate is not None, seconds_left)
 
         def measure(step: int) -> None:
             nonlocal metrics
@@ -133,6 +135,8 @@ def fit(
 
         def save(step: int) -> None:
             reached = TrainingState(step, metrics, budget.limit.spent(), budget.total)
+            if step == budget.total and state.is_main_process:
+                finishing()
             with report.pause_clock():
                 _save(engine, run, reached, out_dir, config.keep_checkpoints)
 

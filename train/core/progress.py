@@ -25,11 +25,14 @@ class TrainingLog(Stage):
     """The stage of `steps`, and their metrics over all processes: printed by the main process, and sent to log.jsonl
     and W&B.
 
-    Every process has one and calls every method. evaluates: an evaluation follows the last step.
+    Every process has one and calls every method. evaluates: an evaluation follows the last step. most: seconds that
+    the steps may take.
     """
 
-    def __init__(self, accelerator: Accelerator, out_dir: Path, steps: range, evaluates: bool = False) -> None:
-        super().__init__("training", steps.stop, "steps", done_before=steps.start)
+    def __init__(
+        self, accelerator: Accelerator, out_dir: Path, steps: range, evaluates: bool = False, most: float = math.inf
+    ) -> None:
+        super().__init__("training", steps.stop, "steps", done_before=steps.start, most=most)
         self.accelerator, self.out_dir, self._evaluates = accelerator, out_dir, evaluates
         self._sums: list[Tensor] = []  # [summed loss, supervised tokens, tokens] of this process since the last line
         self._interval_start = time.perf_counter()

@@ -1,6 +1,7 @@
 """On-policy distillation of a small LM: texts that it continues itself, a pure function of seed, step and row."""
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +22,7 @@ class OnPolicy:
     share: float
     tokens: int  # sampled per row
     seed: int
-    eos: int | None  # a continuation ends with it
+    ends: frozenset[int]  # tokens with which a continuation ends
 
     def is_due(self, step: int) -> bool:
         """Whether the loss of optimizer step `step` is on continuations: a pure function of seed and step."""
@@ -43,7 +44,7 @@ class OnPolicy:
         prefix_lengths = [len(prefix) for prefix in prefixes]
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         documents = (positions < torch.tensor(prefix_lengths, device=ids.device)[:, None] + self.tokens).long() - 1
-        return ids, label_samples(ids, prefix_lengths, sampled, self.eos), positions, documents
+        return ids, label_samples(ids, prefix_lengths, sampled, self.ends), positions, documents
 
 
 def choose_prefix(
@@ -92,11 +93,11 @@ def continue_prefixes(
     return ids, ids.gather(1, prefix_lengths[:, None] + torch.arange(count, device=ids.device))
 
 
-def label_samples(ids: Tensor, prefix_lengths: list[int], sampled: Tensor, eos: int | None) -> Tensor:
-    """Labels [B, T] that supervise the sampled tokens, up to and including the first `eos`; shifted as in rows."""
+def label_samples(ids: Tensor, prefix_lengths: list[int], sampled: Tensor, ends: Collection[int]) -> Tensor:
+    """Labels [B, T] that supervise the sampled tokens, up to and including the first of `ends`; shifted as in rows."""
     labels = torch.full_like(ids, IGNORE)
-    ends = (sampled == (IGNORE if eos is None else eos)).long()
-    supervised = sampled.masked_fill(ends.cumsum(1) > ends, IGNORE)
+    is_end = torch.isin(sampled, torch.tensor([*ends], dtype=sampled.dtype, device=sampled.device)).long()
+    supervised = sampled.masked_fill(is_end.cumsum(1) > is_end, IGNORE)
     for row, start, tokens in zip(labels, prefix_lengths, supervised, strict=True):
         row[start - 1 : start - 1 + len(tokens)] = tokens
     return labels

@@ -23,7 +23,7 @@ from outrider.data_prep.text.messages import SkipRecordError
 from outrider.data_prep.text.prompts import spread_evenly
 from outrider.data_prep.text.rows import pack
 from outrider.data_prep.text.settings import DataConfig
-from outrider.data_prep.text.sources import Split, is_heldout
+from outrider.data_prep.text.sources import Split, is_in_split
 from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.vocabulary import KWARGS, bind_arguments, require_rows
 from outrider.inference.batch.directory import Response, read_shard, top_k_documents
@@ -63,9 +63,11 @@ class TopKRows:
         packed = [*pack(documents_of_indices, seq_len)]
         packed = spread_evenly(packed, len(packed) if max_rows is None else max_rows)
         self._rows = [[segment.ids for segment in row] for row in packed]  # of indices: [n] for each document in a row
-        digest = hashlib.sha256(str([[segment.tolist() for segment in row] for row in self._rows]).encode())
+        digest = hashlib.sha256(str([list(map(len, row)) for row in self._rows]).encode())
+        for row in self._rows:
+            digest.update(np.concatenate(row).data)
         for part in (self._tokens, self._labels, self._ids, self._logprobs, self._tail):
-            digest.update(part.numpy().tobytes())
+            digest.update(part.numpy().data)
         self.key = digest.hexdigest()
 
     @property
@@ -136,7 +138,9 @@ def _read_examples(
     responses = ((response, file) for file in resolve_paths(config.path) for response in read_shard(file))
     for response, file in islice(responses, config.max_records):
         record = _to_record(response, file, counts)
-        if record is None or is_heldout(records.split_key(record), config.heldout_fraction) != (split == "heldout"):
+        if record is None:
+            continue
+        if not is_in_split(records.split_key(record), split, config.heldout_fraction, config.share):
             continue
         counts["responses"] += 1
         if response.top is None:
@@ -153,7 +157,9 @@ def _read_examples(
                 counts["unsupervised"] += 1
                 continue
             text = Document(document.ids[:seq_len], document.supervised[:seq_len], indivisible=True)
-            yield text, positions[is_within], top.at(torch.from_numpy(np.flatnonzero(is_within)))
+            top = top.at(torch.from_numpy(np.flatnonzero(is_within)))
+            top = TopK(top.tokens.int(), top.ids.int(), top.logprobs.half(), top.tail.half())  # as rows have them
+            yield text, positions[is_within], top
 
 
 def _to_record(response: Response, file: Path, counts: records.Counts) -> records.Record | None:

@@ -127,7 +127,8 @@ class EesdConfig(Distillation, DrafterTraining, Rehearsed, RunConfig):
     draft_models/losses.py"""
     frozen_dtype: Literal["fast", FloatDtype] = "fast"
     """of the target's layers, which are not trained; fast: bfloat16, or float32 on a CPU without instructions for it"""
-    eval_rows: Count = free(64, "held-out rows that give eval_top1, eval_tau_text and eval_tau_analytic", debug=4)
+    eval_rows: Count = opt(64, debug=4, decides="decode_prompts")
+    """held-out rows that give eval_top1, eval_tau_text and eval_tau_analytic, and the prompts that are decoded"""
     eval_batch_rows: Count = free(4, "held-out rows run together")
     decode_prompts: NotNegative = opt(0, debug=2, decides="decode_prompts")
     """held-out prompts that give eval_tau, which chooses the drafter; 0 never loads the target"""
@@ -192,9 +193,9 @@ class CalibrateConfig(TargetOrTokenizer, Rehearsed, RunConfig):
 class DrafterConfig(Settings):
     """The small LM to start from: a finished one (`path`), or a Llama of this shape from random weights."""
 
-    path: Model | None = opt(None, debug=TinyModel(SMALL_LM, without={"layers": 1, **TINY_SHAPE}))
+    path: Model | None = free(None, debug=TinyModel(SMALL_LM, without={"layers": 1, **TINY_SHAPE}))
     """model directory, GGUF file or Hub name"""
-    revision: str | None = opt(None, "of that model on the Hub", debug=None)
+    revision: str | None = free(None, "of that model on the Hub", debug=None)
     layers: Count | None = opt(None, "of a new drafter, instead of `path`", debug=3)
     hidden: Count | None = opt(None, "width", debug=if_given(TINY_SHAPE["hidden"]))
     heads: Count | None = opt(None, "of attention", debug=if_given(TINY_SHAPE["heads"]))
@@ -227,7 +228,7 @@ def require_heads(hidden: int, heads: int, kv_heads: int) -> None:
 class FinetuneConfig(Distillation, TargetOrTokenizer, DrafterTraining, Rehearsed, RunConfig):
     """A small LM as a drafter for `target`, trained on text or towards the target's own distribution."""
 
-    revision: str | None = opt(None, "of the target on the Hub: branch, tag or commit", debug=None)
+    revision: str | None = free(None, "of the target on the Hub: branch, tag or commit", debug=None)
     drafter: DrafterConfig
     objective: Objective = opt("forward_kl", "see draft_models/losses.py; cross_entropy: on the text's tokens")
     on_policy: Share = opt(0.0, "share of the steps that train on continuations sampled by the drafter")
@@ -285,7 +286,8 @@ class HeadTraining(Settings):
     """a folder for what the target makes of the rows of text: filled at first, then read instead of running the target;
     auto: in out_dir until the end, if the text is read again and half of the disk's free space suffices; null: it runs
     along"""
-    eval_rows: Count = free(64, "held-out rows that give eval_loss_1, eval_agree_1, … and eval_tau_analytic", debug=4)
+    eval_rows: Count = opt(64, debug=4)
+    """held-out rows that give eval_loss_1, eval_agree_1, … and eval_tau_analytic, and the prompts that are decoded"""
     eval_batch_rows: Count = free(4, "held-out rows run together")
     plan: bool = free(False, "only say what it would hold and compute; needs no weights")
 
@@ -298,7 +300,7 @@ class HeadTraining(Settings):
 class Eagle3Config(HeadTraining, DrafterTraining, Rehearsed, RunConfig):
     """EAGLE-3: train a head on hidden states of `target`, which runs along, by training-time test."""
 
-    start: HeadStart | None = opt(None, debug=TinyModel(EAGLE3))
+    start: HeadStart | None = free(None, debug=TinyModel(EAGLE3))
     """an EAGLE-3 head to continue training, a directory or Hub name, or a model with an MTP head, which is written as
     it was read; target: the target's own MTP head; null: a new EAGLE-3 head with random weights, except that its
     logits' matrix begins as the target's"""
@@ -326,7 +328,7 @@ class Eagle3Config(HeadTraining, DrafterTraining, Rehearsed, RunConfig):
 class DSparkConfig(HeadTraining, DrafterTraining, Rehearsed, RunConfig):
     """DSpark or DFlash: train a block drafter on hidden states of `target`, which runs along. A pass drafts a block."""
 
-    start: Head | None = opt(None, debug=TinyModel(DFLASH))
+    start: Head | None = free(None, debug=TinyModel(DFLASH))
     """a drafter to continue training, a directory or Hub name; null: a new one with random weights, except that
     its logits' matrix begins as the target's"""
     layers: Annotated[Count, _NEW] = opt(1, "decoder layers of the drafter")

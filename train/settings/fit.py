@@ -1,6 +1,7 @@
 """Config of the training loop; light, so that a mistake shows before torch is imported."""
 
 import math
+import os
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -58,6 +59,14 @@ class FitConfig(Settings):
             return self.steps
         assert self.epochs is not None
         return max(1, math.ceil(self.epochs * row_count / self.batch_rows))
+
+    def require_processes(self, processes: int) -> None:
+        """Raise `UserError` for what so many processes, their launcher or this machine's packages cannot do."""
+        self.micro_rows(processes)
+        self.wandb.is_on()
+        is_split = any(os.environ.get(f"ACCELERATE_USE_{name}") == "true" for name in ("DEEPSPEED", "FSDP"))
+        if self.optimizer == "muon" and is_split:
+            raise UserError("optimizer=muon: works on whole matrices; use adamw with DeepSpeed and FSDP, or DDP")
 
     def micro_rows(self, processes: int) -> int:
         """Rows in one forward of one process; raises `UserError` if `batch_rows` does not split evenly."""

@@ -231,7 +231,7 @@ class NgramPlugin(DrafterPlugin[TrigramTable | None]):
     def training_record(self, where: str) -> TrainingRecord:
         corpus = TrainingRecord.of({"data": map_table(Path(where))[0].facts.get("corpus")}).data or {}
         return TrainingRecord(
-            data={key: value for key, value in corpus.items() if key not in ("text", "digest")} or None
+            data={key: value for key, value in corpus.items() if key not in ("text", "digest", "bytes")} or None
         )
 
     def load(

@@ -1,6 +1,8 @@
 """Building n-gram tables: against counting in memory; the same bytes by every way; resuming; bad input."""
 
 import json
+import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -221,7 +223,36 @@ def test_a_finished_table_is_neither_built_again_nor_overwritten(
         (replace(config, resume=True, text="all"), 'text="all"'),
     ]:
         refusal(message, build_table, other)
+    with Path(config.data.path[0]).open("ab") as corpus:
+        corpus.write(b'{"text": "an answer that came later"}\n')
+    refusal("bytes=", build_table, replace(config, resume=True))
     assert content(config.out_dir) == before
+
+
+def test_a_folder_whose_lock_cannot_be_removed_is_no_error(
+    config: TrigramConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS, where the name of an open file stays in the folder under another one."""
+    rmtree, work = shutil.rmtree, Path(f"{config.out_dir}.building")
+
+    def of_nfs(folder: Path, ignore_errors: bool = False) -> None:
+        rmtree(folder, ignore_errors=ignore_errors)
+        if Path(folder) == work:
+            work.mkdir()
+            if not ignore_errors:
+                raise OSError(39, "Directory not empty")
+
+    monkeypatch.setattr(shutil, "rmtree", of_nfs)
+    build_table(config)
+    build_table(replace(config, resume=True))
+
+
+def test_looking_at_a_tokenizer_leaves_steps_their_threads(
+    config: TrigramConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    open_encoder(config.tokenizer)
+    assert "TOKENIZERS_PARALLELISM" not in os.environ
 
 
 @pytest.mark.parametrize("size", [4096, 12_000, 40_000])

@@ -9,8 +9,9 @@ import pytest
 
 from outrider.base.errors import UserError
 from outrider.data_prep.settings import PromptsConfig
+from outrider.data_prep.text.prompt_records import to_prompt
 from outrider.data_prep.text.prompts import Prompt, read_prompts
-from outrider.data_prep.text.settings import BENCHMARKS, DataConfig
+from outrider.data_prep.text.settings import BENCHMARKS, DataConfig, RecordFile
 from outrider.data_prep.text.sources import is_heldout, python_files
 from outrider.inference.batch.own_prompts import write_prompts
 from outrider.inference.settings.evaluate import EvaluateConfig
@@ -171,3 +172,22 @@ def test_library_prompts_go_on_inside_the_files_only_when_asked_for_more():
     for prompt in more:
         name, _, line = prompt.id.rpartition(":")
         assert "".join(sources[name].splitlines(keepends=True)[int(line) - 1 :]).startswith(prompt.turns[0])
+
+
+def test_a_file_is_judged_by_its_first_prompt_that_can_be_asked(tmp_path):
+    """Others are counted and left out when it is read. Without any, the first one's fault is told."""
+    file = tmp_path / "prompts.jsonl"
+    only_system = {"messages": [{"role": "system", "content": "x"}]}
+    file.write_text("".join(json.dumps(record) + "\n" for record in (only_system, {"turns": ["so"]})))
+    RecordFile("prompts", check=to_prompt).require("prompts", str(file))
+    assert [prompt.turns for prompt in read_prompts(str(file))] == [("so",)]
+    file.write_text(json.dumps(only_system) + "\n")
+    place = RecordFile("prompts", check=to_prompt)
+    refusal(r"no record in it that can be used, the first of them at .*:1: ", place.require, "prompts", str(file))
+
+
+def test_a_file_that_may_not_be_read_is_told_as_such(tmp_path, monkeypatch):
+    (file := tmp_path / "prompts.jsonl").write_text('{"turns": ["so"]}')
+    monkeypatch.setattr("os.access", lambda *_: False)
+    for path in (file, tmp_path):
+        refusal("this user may not read it", RecordFile("prompts").require, "prompts", str(path))

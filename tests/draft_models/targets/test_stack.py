@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from outrider.base.errors import UserError
 from outrider.draft_models.early_exit.model import exit_layers
 from outrider.draft_models.targets.model_files import load_causal_lm, load_layers
-from outrider.draft_models.targets.open_target import load_config
+from outrider.draft_models.targets.open_target import load_config, open_target, position_limit
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.tensor_files import TensorFiles, open_tensors
 from outrider.train.toy_target import packed_mask
@@ -31,6 +31,20 @@ def window_masks(stack: LayerStack, length: int) -> dict:
     causal = packed_mask(torch.zeros(1, length, dtype=torch.long))
     distance = positions[:, None] - positions
     return {w: causal if w is None else causal & (distance < w) for w in {*stack.windows, None}}
+
+
+def test_positions_beyond_a_models_context_differ_as_in_transformers(tmp_path: Path) -> None:
+    """As of a small LM beside a target with a longer context. A rope that rescales has its own context only."""
+    model, stack = open_stack(save_target(tmp_path / "a", max_position_embeddings=32))
+    ids, positions = torch.tensor([random_prompt(80)]), torch.arange(80)[None]
+    stack.reserve(80)
+    with torch.inference_mode():
+        hidden = stack.run(stack.embed(ids, positions), 0, LAYERS, stack.rotary(positions), window_masks(stack, 80))
+        torch.testing.assert_close(stack.logits(hidden), model(ids).logits, rtol=1e-5, atol=1e-5)
+    assert position_limit(stack.config) is None
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    rescaled = open_target(str(save_target(tmp_path / "b", max_position_embeddings=64, rope_parameters=rope)))
+    assert position_limit(rescaled.config) == 64
 
 
 @pytest.mark.parametrize(("architecture", "tied", "kv_heads"), typical_where(TYPICAL.__contains__, VARIANTS))

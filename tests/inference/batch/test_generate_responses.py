@@ -187,6 +187,19 @@ def test_a_batch_that_is_too_slow_goes_on_with_fewer_prompts(make, monkeypatch, 
     assert responses(config) == responses(whole)
 
 
+def test_the_time_in_which_prompts_are_read_does_not_make_a_batch_smaller(make, monkeypatch):
+    now, step = [0.0], Batch.step
+
+    def slow(batch):
+        now[0] += 0.1 if now[0] else 60
+        return step(batch)
+
+    monkeypatch.setattr(Batch, "step", slow)
+    monkeypatch.setattr(responses_module, "TimeLimit", functools.partial(TimeLimit, clock=lambda: now[0]))
+    generate_responses(config := make(batch_size=10, smallest_batch=1, max_new_tokens=30, minutes=1.5))
+    assert len(responses(config)) == 10
+
+
 @pytest.mark.usefixtures("thirty_seconds_a_batch")
 def test_when_the_time_is_over_what_is_there_is_kept_and_more_time_goes_on(make, monkeypatch):
     whole = make(name="whole")

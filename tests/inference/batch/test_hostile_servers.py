@@ -38,7 +38,7 @@ from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.settings.engine import EngineConfig
 from outrider.inference.settings.tools import AuditConfig
 from tests.inference.batch.responding import ALONE, ENDS, letter_tokenizer, responses, save_answering, skipped
-from tests.inference.batch.serving import MODELS, Engine, replying, serving
+from tests.inference.batch.serving import MODELS, Engine, listening, replying, serving
 from tests.pairwise import each_value
 from tests.refusals import refusal
 from tests.tiers import typical_where
@@ -114,6 +114,18 @@ def test_another_server_does_not_get_the_key(asked: Callable[..., Any], monkeypa
     assert others
     assert not any("Authorization" in headers for headers in others)
     assert KEY not in str(raised.value)
+
+
+def test_a_server_that_lives_elsewhere_is_named(asked: Callable[..., Any]) -> None:
+    """A redirected POST would arrive there as a GET."""
+    with replying(b"{}") as there:
+        headers = {"Location": f"{there}/v1/completions"}
+
+        def say(_: str, body: Any, __: Any) -> Any:
+            return (301, headers, b"") if body else (200, {}, MODELS)
+
+        with listening(say) as url:
+            refusal(f"/v1/completions is redirected to {there}; give", generate_responses, asked("generate", url))
 
 
 @pytest.mark.parametrize(
@@ -247,10 +259,10 @@ def test_ids_that_the_target_has_not_are_asked_again(
 ) -> None:
     monkeypatch.setattr(server, "_FAILED_SHARE", 1.0)
     run = RUN[command]
-    with serving(Engine(model, letter_tokenizer(), ENDS, _with_ids(CHANGES[change]))) as url:
+    with serving(engine := Engine(model, letter_tokenizer(), ENDS, _with_ids(CHANGES[change]))) as url:
         run(first := asked(command, url, concurrency=1))
-    with serving(Engine(model, letter_tokenizer(), ENDS)) as url:
-        run(again := replace(first, server=url, resume=True))
+        engine.fault = lambda _, reply: reply
+        run(again := replace(first, resume=True))
     if command == "generate":
         assert not [one for one in skipped(again) if one["reason"] != "empty"]
         told = {**responses(again), **{one["id"]: one for one in skipped(again)}}

@@ -15,6 +15,7 @@ from fractions import Fraction
 from functools import cache, cached_property
 from itertools import islice
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +34,7 @@ from outrider.draft_models.targets.stack import WholeModel
 from outrider.draft_models.targets.target import TextMasks
 from outrider.inference.core import batch as core
 from outrider.inference.core import cache as cache_module
-from outrider.inference.core.batch import ROUND, Batch, BatchText, CacheBudget, JointView
+from outrider.inference.core.batch import ROUND, Batch, BatchText, CacheBudget, JointView, Worker
 from outrider.inference.core.cache import KVCache
 from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.core.drafter import Drafter
@@ -541,6 +542,29 @@ def test_a_text_that_is_dropped_or_has_ended_drafts_no_more(make: Callable[..., 
 
     assert drafted_after(Batch.drop) == [0, 0, 3]
     assert drafted_after(lambda *_: None) == [3, 0, 3]
+
+
+@pytest.mark.parametrize("fault", ["start", "begin", "step"])
+def test_no_reader_waits_for_a_thread_that_is_gone(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot be started, it cannot begin, or it ends. Later requests are tried again."""
+
+    class Gone(BaseException):
+        pass
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no thread") if fault == "start" else Gone
+
+    batch = Batch()
+    worker = Worker(batch, 2, fail if fault == "begin" else lambda: None)
+    monkeypatch.setattr("threading.excepthook", lambda _: None)
+    with monkeypatch.context() as patched:
+        if fault != "begin":
+            patched.setattr(*((Thread, "start") if fault == "start" else (batch, "step")), fail)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"no thread|has ended"):
+                list(worker.rounds(iter(())))
+    if fault != "begin":
+        assert worker.do(lambda: 7) == 7
 
 
 def test_an_error_of_a_text_that_is_dropped_ends_no_other() -> None:

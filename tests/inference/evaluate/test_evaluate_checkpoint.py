@@ -4,6 +4,7 @@ import json
 import shlex
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,12 @@ from outrider.commands.composing import add_methods
 from outrider.data_prep.text.settings import DataConfig, MixPart
 from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.core.verify import verify_greedy
+from outrider.inference.drafters.plugin import TrainingRecord
 from outrider.inference.evaluate.planning import heldout_fraction
 from outrider.inference.loading.target_setup import end_tokens
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS, MethodConfig
+from tests.refusals import refusal
 from tests.tiny import LAYERS, byte_tokenizer, save_exit, save_target
 
 
@@ -81,7 +84,7 @@ def test_command_from_checkpoint_to_report(checkpoint: Path, command: Callable) 
     counts = [dict(word.split("=", 1) for word in shlex.split(line)[1:]) for line in lines]
     assert [(one["prompts"], one["same_text"]) for one in counts] == [("1", "2/2"), ("2", "4/4"), ("2", "4/4")]
     assert counts[0]["speedup"].endswith("×")
-    assert counts[-1]["speedup"].startswith(f"{reports[1]['speedup']['median']:.2f}× [")
+    assert counts[-1]["speedup"] == f"{reports[1]['speedup']['median']:.2f}×"  # of two prompts there is no interval
     table = (out / "report.md").read_text()
     assert table.strip() in printed
     assert [line.rsplit("|", 2)[1] for line in table.splitlines() if line.startswith("| eesd_beta | undecided |")] == [
@@ -228,6 +231,20 @@ def test_prompts_are_held_out_as_training_held_them_out(checkpoint: Path, tmp_pa
         save_exit(tmp_path / source, target, 1, {"data": data.decisions()})
         asked = EvaluateConfig(checkpoint=str(tmp_path / source), methods={"m": MethodConfig()})
         assert heldout_fraction(asked) == (0.01 if source == "python_stdlib" else DataConfig.heldout_fraction)
+
+
+def test_prompts_are_held_out_from_drafters_of_all_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = {"small_lm": 0.2, "ngrams": 0.01}
+    records = {
+        kind: TrainingRecord(data=DataConfig(heldout_fraction=share).decisions()) for kind, share in shares.items()
+    }
+    monkeypatch.setattr(EvaluateConfig, "paths", {"small_lm": "s", "ngrams": "n"})
+    monkeypatch.setattr(EvaluateConfig, "training_records", lambda _: records)
+    config = EvaluateConfig(target="t", methods={"m": MethodConfig("prompt_lookup")})
+    assert heldout_fraction(config) == 0.01
+    records["ngrams"] = TrainingRecord(data=DataConfig(heldout_fraction=0).decisions())
+    refusal("prompts=python_stdlib: table=n has learned from all of them", heldout_fraction, config)
+    assert heldout_fraction(replace(config, prompts="mt_bench")) == DataConfig.heldout_fraction
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from numpy.random import default_rng
 from outrider.base.streams import Streams
 from outrider.inference.core.rounds import Generation, Round
 from outrider.inference.measure.results import PromptResult
-from outrider.inference.measure.speed import speedup
+from outrider.inference.measure.speed import speedup, without_loops
 from outrider.inference.measure.statistics import LEAST, Loops, MedianInterval, loop_length
 from outrider.inference.report.page import make_page
 from outrider.inference.report.sentences import write_recommendation
@@ -116,6 +116,12 @@ def test_loops_are_counted_alike_everywhere_and_decide_nothing(tmp_path: Path) -
     assert "1.00× [1.00, 1.00]" in page
     assert report.verdict == "undecided"
     assert "fastest" not in write_recommendation([report])
+
+
+def test_a_loop_takes_the_texts_with_it_that_were_decoded_together() -> None:
+    """They have the pace of all."""
+    made = [replace(r, group=str(i // 2)) for i, r in enumerate(results([1.0] * 6, loops=(3,)))]
+    assert [r.prompt_id for r in without_loops(made, "m")] == [made[i].prompt_id for i in (0, 1, 4, 5)]
 
 
 def test_nothing_is_recommended_from_loops_alone(tmp_path: Path) -> None:

@@ -79,6 +79,15 @@ def test_acceptance_by_hand() -> None:
     shares = [row.accepted for row in acceptance_by_position(even, given_previous=True)]
     assert np.cumprod(shares) == pytest.approx([row.accepted for row in acceptance_by_position(even)])
     assert [row.position for row in acceptance_by_position([generation([(3, 0)], 1.0)], given_previous=True)] == [1]
+    ended = Round((7,), 4, 1, 4, 1.0)  # the first of four drafted tokens is an end token, and no other is tested
+    rows = acceptance_by_position([Generation((7,), 0.0, 1.0, (Round((1,) * 5, 4, 4, 4, 1.0), ended))])
+    assert [*map(astuple, rows)] == [(1, 2, 1.0), *((depth, 1, 1.0) for depth in (2, 3, 4))]
+
+
+def test_an_interval_over_few_prompts_is_not_shown() -> None:
+    few, enough = (MedianInterval(1.5, (1.5, 1.5), prompts) for prompts in (4, 5))
+    assert (f"{few:interval}", f"{enough:interval}") == ("1.50×", "1.50× [1.50, 1.50]")
+    assert (f"{few:ms}", f"{enough:ms}") == ("1500.0", "1500.0 [1500.0, 1500.0]")
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.floats(0.1, 9)), min_size=1, max_size=12), st.integers(0, 3))

@@ -25,7 +25,14 @@ from outrider.inference.engines.graphs.attention_kernels import attention_shape
 from outrider.inference.engines.graphs.cuda_graphs import Graphed
 from outrider.inference.evaluate import measuring
 from outrider.inference.loading import target_setup
-from outrider.inference.measure.results import MeasuredPrompt, append_result, read_results, seal_record, unseal_record
+from outrider.inference.measure.results import (
+    MeasuredPrompt,
+    append_line,
+    append_result,
+    read_results,
+    seal_record,
+    unseal_record,
+)
 from outrider.inference.report import building
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig, StopConfig
@@ -86,6 +93,15 @@ def test_a_finished_run_is_kept(alone: EvaluateConfig) -> None:
 
 
 @pytest.mark.slow
+def test_half_a_line_of_a_killed_run_is_no_part_of_the_next_one(tmp_path: Path) -> None:
+    file = tmp_path / "lines.jsonl"
+    append_line(file, {"a": 1})
+    with file.open("ab") as torn:
+        torn.write(b'{"a": 2, "b')
+    append_line(file, {"a": 3})
+    assert [unseal_record(json.loads(line))["a"] for line in file.read_text().splitlines()] == [1, 3]
+
+
 def test_other_settings_are_refused(alone: EvaluateConfig, models: Path, tiny_models: Path, tmp_path: Path) -> None:
     resumed = replace(alone, resume=True)
     fewer = {"chain": METHODS["chain"]}

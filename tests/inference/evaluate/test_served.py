@@ -224,7 +224,7 @@ def test_an_engine_loads_what_the_run_says(tiny_models: Path, tmp_path: Path) ->
                           max_new_tokens=12, device="cpu", dtype="bfloat16", show_prompts=0, template="none",
                           ignore_eos=True, out_dir=str(tmp_path / "out"))  # fmt: skip
     evaluate(made)
-    with patch("outrider.inference.measure.replay.chain_rounds", return_value=[(3, (1, 2))] * 4) as by_the_table:
+    with patch("outrider.inference.measure.replay.chain_rounds", return_value=[(3, (1, 2), 0.0)] * 4) as by_the_table:
         evaluate(
             served(made, stand_in(tmp_path, made), engine="vllm", concurrency=(1, 2), engine_options={"some": [1]})
         )

@@ -130,7 +130,7 @@ def test_an_early_exit_beside_it(tmp_path: Path) -> None:
     target, folder = open_target(str(path)), tmp_path / "drafter"
     drafter = save_exit(folder, path, LAYERS - 1)
     config = EvaluateConfig(checkpoint=str(folder), methods={"m": MethodConfig()}, dtype="float32")
-    parts = {one.purpose: one.size for one in memory_plan.evaluation_memory(config, target.config)}
+    parts = {one.purpose: one.size for one in memory_plan.evaluation_memory(config, target)}
     assert parts["early_exit's weights"] == sum(parameter.nbytes for parameter in drafter.parameters())
     plain, own = parts["caches of plain decoding"], parts["early_exit's caches"]
     layer = cache_bytes(target.config, Storage(4, target.config.max_position_embeddings), layers=1)

@@ -97,9 +97,9 @@ def test_the_rounds_of_a_known_text(places: dict[str, Path], name: str, request:
     Runner(opened(places[name]), [request], 1, LONGEST).run()
     said = [count for count, _ in request.drafts if count < len(request.answer)]
     drafted = [len(draft) for count, draft in request.drafts if count < len(request.answer)]
-    assert [many for many, _ in rounds] == drafted
-    assert [len(tokens) for _, tokens in rounds] == [b - a for a, b in pairwise([*said, len(request.answer)])]
-    assert [token for _, tokens in rounds for token in tokens] == [*request.answer[1:]]
+    assert [many for many, _, _ in rounds] == drafted
+    assert [len(tokens) for _, tokens, _ in rounds] == [b - a for a, b in pairwise([*said, len(request.answer)])]
+    assert [token for _, tokens, _ in rounds for token in tokens] == [*request.answer[1:]]
 
 
 def _may_go_on(later: Request, earlier: Request) -> bool:

@@ -98,6 +98,19 @@ def test_processed_probabilities_decide_and_know_their_rows(kind: str) -> None:
         assert rows <= structure.max_rows
 
 
+def test_a_session_has_room_for_nodes_that_were_fed_and_did_not_stay() -> None:
+    """Of a tree with a width: twelve likely children of the third level displace weak ones that had been fed."""
+
+    def q(path: tuple[int, ...]) -> list[float]:
+        return [1 / 12] * 12 if path == (0, 0) else [0.9, *[0.1 / 11] * 11]
+
+    source = KnownSource(q)
+    structure = make_tree(StructureConfig("opt_tree", nodes=8, delta=0.0, width=2, max_depth=3))
+    tree = structure.draft(source, root(), 3)
+    rows = len(source.paths) - 1 + tree.rows.count(-1)
+    assert max(8, 2 * 3) < rows <= structure.max_rows
+
+
 @settings(deadline=None)
 @given(q=sources, count=st.integers(1, 6), limit=st.integers(0, 6), sampled=st.booleans())
 def test_chain(q: Q, count: int, limit: int, sampled: bool) -> None:
@@ -313,4 +326,4 @@ def test_candidates_are_counted_at_every_node_the_target_went_through() -> None:
     tree = DraftTree(torch.arange(5), (ROOT, ROOT, 1, 1, 1), (-1,) * 5)
     for accepted in ([1, 4], [1], []):
         structure.observe(tree, accepted)
-    assert structure.totals == {"nodes_tried": 5, "accepted_candidate_2": 2, "accepted_candidate_3": 1}
+    assert structure.totals == {"nodes_tried": 5, "accepted_candidate_2": 2, "accepted_candidate_3": 1, "observed": 3}
