@@ -5,8 +5,8 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Lt
 
-from outrider.base.cores import usable_cores
 from outrider.base.errors import require
+from outrider.base.limits import usable_cores
 from outrider.base.settings import DEFAULT, Count, Positive, RunConfig, Seed, always, free, only, opt
 from outrider.data_prep.text.data_files import resolve_paths
 from outrider.data_prep.text.settings import DataConfig, Order, PromptFile, PromptTemplate

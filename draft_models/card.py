@@ -70,12 +70,9 @@ def describe_serving(drafted: int, engine: str = "vllm", *, one_pass: bool = Fal
 
 
 LLAMA_CPP_DRAFT = 3  # tokens of a draft that paid in llama.cpp (docs/deploy.md)
-# Of a target that is no GGUF file; `write_card` leaves them out of others' cards.
-_CONVERSION, _CONVERTED = (
-    """outrider export checkpoint={target:option} engine=llama_cpp out_dir=target_gguf
-""",
-    "target_gguf/model.gguf",
-)
+# How a target becomes a GGUF file; `write_card` leaves it out where the target is one.
+_CONVERSION = "outrider export checkpoint={target:option} engine=llama_cpp out_dir=target_gguf\n"
+_CONVERTED = "target_gguf/model.gguf"
 _OTHER_CONVERSION = """
 
 The first line wants a directory; llama.cpp's own `convert_hf_to_gguf.py {target:shell} --outfile FILE` does \

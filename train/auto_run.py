@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-from outrider.base.cores import usable_cores
 from outrider.base.errors import UserError, require, warn
 from outrider.base.files import read_mapping, require_writable, write_atomically, write_json
+from outrider.base.limits import usable_cores
 from outrider.base.progress import Stage
 from outrider.base.run_dirs import check_identity, only_run, require_free
 from outrider.base.settings import construct, read_as
@@ -37,15 +37,8 @@ from outrider.draft_models.targets.open_target import OpenTarget, open_target, p
 from outrider.draft_models.targets.unseen_target import open_unseen
 from outrider.draft_models.targets.vocabulary import KWARGS, bind_arguments
 from outrider.inference.batch.directory import SUMMARY_FILE, seconds_spent
-from outrider.inference.loading.memory_plan import (
-    GB,
-    Storage,
-    cache_bytes,
-    evaluation_memory,
-    free_bytes,
-    stored_bytes,
-    weight_bytes,
-)
+from outrider.inference.loading import memory_plan
+from outrider.inference.loading.memory_plan import evaluation_memory, free_bytes, stored_bytes
 from outrider.inference.measure.prepared import require_fits
 from outrider.inference.measure.threads import warn_if_busy
 from outrider.inference.measure.time_limit import TimeLimit
@@ -108,12 +101,12 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
     unfit = _find_unfit(config)
     kinds = auto_choice.ORDER[device] if config.train == "auto" else config.train
     choice = Choice(tuple(kind for kind in kinds if kind not in unfit), {}, {})
-    if config.corpus and SMALL_LM.name in choice.kinds:
-        share = _share_of_corpus(config.corpus, auto_choice.choose_corpus_share(config, device, corpus_bytes))
-        answers = replace(answers, corpus_share=share)
     pipeline = configure_pipeline(config, choice, answers, config_for)
     plan = plan_steps(pipeline, config_for)
     check_steps(pipeline, plan)
+    if config.corpus and SMALL_LM.name in choice.kinds and not (pipeline.folder / RECORD).exists():
+        share = _share_of_corpus(config.corpus, auto_choice.choose_corpus_share(config, device, corpus_bytes))
+        answers = replace(answers, corpus_share=share)
     memory = _describe_memory(target, available) if target.is_seen else f"top_k={answers.top_k}"
     print(
         f"auto target={config.server or config.target} device={device} minutes={config.minutes:g} {memory}", flush=True
@@ -135,13 +128,15 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
 
 
 def _share_of_corpus(paths: Sequence[str], share: float) -> float:
-    """`share`, or 1 where so small a part has too few texts. Raises `UserError` for a corpus of which a small LM would
-    learn nothing, or hold out nothing."""
-    for tried, least in ((share, _FEWEST_TEXTS), (1.0, 1)):
-        data = DataConfig(source="local", path=[*paths], share=tried)
-        counts = {split: len([*islice(read_records(data, split), least)]) for split in typing.get_args(Split)}
-        if min(counts.values()) == least:
-            return tried
+    """`share`, or more where so small a part has too few texts. Raises `UserError` for a corpus of which a small LM
+    would learn nothing, or hold out nothing."""
+    data = DataConfig(source="local", path=[*paths], share=share)
+    counts = {split: len([*islice(read_records(data, split), _FEWEST_TEXTS)]) for split in typing.get_args(Split)}
+    fewest = min(counts.values())
+    if fewest >= (_FEWEST_TEXTS if share < 1 else 1):
+        return share
+    if share < 1:
+        return _share_of_corpus(paths, min(1.0, 1.5 * share * _FEWEST_TEXTS / max(1, fewest)))
     lacks = f"no text of it is in the {min(counts, key=lambda split: counts[split])} split"
     as_one = "a file of text counts as one text: give more files, or a .jsonl file of texts"
     raise UserError(f"corpus={', '.join(paths)}: {lacks}; {as_one}")
@@ -149,9 +144,9 @@ def _share_of_corpus(paths: Sequence[str], share: float) -> float:
 
 def _size_batches(target: OpenTarget, device: Device, available: float) -> FirstAnswers:
     """The facts before the first answers: machine and context. available: bytes of memory."""
-    storage = Storage(pick_dtype("fast", target.config, torch.device(device)).itemsize, _TEXT_TOKENS)
-    parameters, text = weight_bytes(target.config, storage) / storage.itemsize, cache_bytes(target.config, storage)
-    weights = stored_bytes(target, torch.device(device)) or parameters * storage.itemsize
+    storage = memory_plan.Storage(pick_dtype("fast", target.config, torch.device(device)).itemsize, _TEXT_TOKENS)
+    decoded, text = (measure(target.config, storage) for measure in (memory_plan.weight_bytes, memory_plan.cache_bytes))
+    parameters, weights = decoded / storage.itemsize, stored_bytes(target, torch.device(device)) or decoded
     rows = auto_choice.choose_rows(device, parameters, text, available - weights)
     return FirstAnswers(device, rows, context=context_limit(target.config), parameters=parameters)
 
@@ -205,7 +200,7 @@ def _describe_memory(target: OpenTarget, available: float) -> str:
     methods = {PROMPT_LOOKUP.name: preset(PROMPT_LOOKUP.name)}
     evaluation = EvaluateConfig(target=target.source, dtype="fast", methods=methods)
     size = sum(part.size for part in evaluation_memory(evaluation, target, _TEXT_TOKENS))
-    memory = f"memory_gb={size / GB:.1f} of {available / GB:.1f}"
+    memory = f"memory_gb={size / memory_plan.GB:.1f} of {available / memory_plan.GB:.1f}"
     if size > available:
         raise UserError(f"target={target.source}: decoding it takes {memory}; take a smaller one")
     return memory
@@ -291,15 +286,8 @@ def _describe_report(config: AutoConfig, folder: Path, plan: list[Step]) -> list
     words, reports = report.words, read_reports(report.product, "remove it, and resume=true does the step again")
     lines = [write_recommendation(reports), f"report: {report.product.with_name('report.html')}"]
     names = [step.name for step in plan if step.name in _EXPORTED]
-    shared: dict[str, object] = {"target": config.target}
-    shared |= {"template": config.template} if config.template != "auto" else {}
-    shared |= {KWARGS: config.chat_template_kwargs} if config.chat_template_kwargs else {}
-    lines += [f"talk to it: {_write_command('serve', shared | {'checkpoint': folder / name})}" for name in names]
-    if kinds := [kind for kind, (step, _) in FORECAST_KINDS.items() if step in names and kind != NGRAMS.name]:
-        answers, prompts = folder / "responses/responses-*.jsonl", folder / "prompts/heldout.jsonl"
-        longer: dict[str, object] = {"answers": answers, "prompts": prompts, "kinds": kinds, MINUTES: config.minutes}
-        forecast = _write_command("forecast", shared | longer | {"out_dir": folder / "forecast"})
-        lines.append(f"what {config.minutes:g} minutes of each training would bring: {forecast}")
+    lines += [f"talk to it: {_write_command(config, 'serve', {'checkpoint': folder / name})}" for name in names]
+    lines += _describe_forecast(config, folder, names)
     if reports[0].conditions.load.busy:
         lines.append(write_repeat_command(words, report.product.parent))
     same_words = [word for word in words if word.partition("=")[0] not in _OF_SHORT_TEXTS]
@@ -307,8 +295,22 @@ def _describe_report(config: AutoConfig, folder: Path, plan: list[Step]) -> list
     return [*lines, f"measure longer texts: {' '.join(map(quote_word, longer_command))}"]
 
 
-def _write_command(command: str, options: Mapping[str, object]) -> str:
-    return " ".join(map(quote_word, ["outrider", command, *write_words(options)]))
+def _describe_forecast(config: AutoConfig, folder: Path, names: Sequence[str]) -> list[str]:
+    """The command that forecasts longer trainings of the drafters of the steps `names`; none if none was trained."""
+    kinds = [kind for kind, (step, _) in FORECAST_KINDS.items() if step in names and kind != NGRAMS.name]
+    command = _write_command(config, "forecast", {
+        "answers": folder / "responses/responses-*.jsonl", "prompts": folder / "prompts/heldout.jsonl", "kinds": kinds,
+        MINUTES: config.minutes, "out_dir": folder / "forecast",
+    })  # fmt: skip
+    return [f"what {config.minutes:g} minutes of each training would bring: {command}"] if kinds else []
+
+
+def _write_command(config: AutoConfig, command: str, options: Mapping[str, object]) -> str:
+    """A command line for the target, whose conversations are rendered as they were here."""
+    shared: dict[str, object] = {"target": config.target}
+    shared |= {"template": config.template} if config.template != "auto" else {}
+    shared |= {KWARGS: config.chat_template_kwargs} if config.chat_template_kwargs else {}
+    return " ".join(map(quote_word, ["outrider", command, *write_words(shared | dict(options))]))
 
 
 def _export(config: AutoConfig, folder: Path, name: str, config_for: ConfigFor) -> str:

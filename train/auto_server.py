@@ -68,10 +68,11 @@ def recommend_there(reports: Sequence[MethodReplay]) -> str:
     expected = {report.method: report.expected or MedianInterval() for report in reports}
     best = max(reports, key=lambda report: (expected[report.method].median or 0.0, report.tau))
     there, tau = expected[best.method], f"τ {best.tau:.2f}"
-    if there.median is None or there.ci95 is None:
+    if best.expected is None:
         return f"undecided: the passes of the engine could not be timed; `{best.method}` has the most, {tau}"
-    if there.prompts < MIN_PROMPTS:
-        return f"undecided: a verdict needs {MIN_PROMPTS} answers that do not loop; `{best.method}` has the most, {tau}"
+    if there.median is None or there.ci95 is None or there.prompts < MIN_PROMPTS:
+        lacks = f"a verdict needs {MIN_PROMPTS} conversations with answers that do not loop"
+        return f"undecided: {lacks}; `{best.method}` has the most, {tau}"
     low, high = there.ci95
     gain = f"{there.median:.2f} times plain decoding [{low:.2f}, {high:.2f}] with {tau}"
     if low > 1 + MARGIN:

@@ -55,18 +55,17 @@ class KindForecast:
     """What is expected of a kind.
 
     speedup, verdict: of the largest training; the verdict says whether it is faster than plain decoding. even: τ at
-    which it breaks even. minutes_to_even: None if not within `LONGER`. Where speeds cannot be judged, as on a busy
-    machine, they are not-a-number and None.
+    which it breaks even. Both are None where `judged_speedup` is. minutes_to_even: None if not within `LONGER`.
     """
 
     kind: str
     method: str
     trained: tuple[TrainedSize, ...]
-    speedup: float
-    even: float
+    speedup: float | None
+    even: float | None
     expected: tuple[Forecast, ...]
     minutes_to_even: float | None
-    verdict: str = "undecided"
+    verdict: str
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class Outcome:
     """What a training over the whole budget had. inside: whether τ is in the interval of its forecast."""
 
     tau: float
-    speedup: float
+    speedup: float | None
     inside: bool
 
 
@@ -147,17 +146,22 @@ def forecast_kind(config: ForecastConfig, kind: str, reports: Mapping[float, Met
         for size, report in reports.items()
     )
     last = reports[max(reports)]
-    over_plain = last.figures.speedup
-    is_judged = last.conditions.load.busy is None and over_plain.prompts >= MIN_PROMPTS
-    speedup = (over_plain.median or math.nan) if is_judged else math.nan
-    even = last.figures.tau / speedup
+    speedup = judged_speedup(last)
+    even = None if speedup is None else last.figures.tau / speedup
     steps = round(STEPS_OF_DOUBLING * math.log2(LONGER[-1] / config.shares[0]))
     finer = [config.shares[0] * 2 ** (step / STEPS_OF_DOUBLING) for step in range(steps + 1)]
-    paying = (config.minutes * point.size for point in forecast_tau(trained, finer) if point.tau >= even)
+    later = forecast_tau(trained, finer)
+    paying = (config.minutes * point.size for point in later if even is not None and point.tau >= even)
     expected = tuple(forecast_tau(trained, LONGER))
     return KindForecast(
         kind, FORECAST_KINDS[kind][1], trained, speedup, even, expected, min(paying, default=None), last.verdict
     )
+
+
+def judged_speedup(report: MethodReport) -> float | None:
+    """The speed-up; None where speeds cannot be judged: the machine was busy, or too few prompts were measured."""
+    speedup = report.figures.speedup
+    return speedup.median if report.conditions.load.busy is None and speedup.prompts >= MIN_PROMPTS else None
 
 
 def _report_of(kind: str, reports: Sequence[MethodReport]) -> MethodReport:
@@ -169,7 +173,7 @@ def judge_outcome(kind: KindForecast, reports: Sequence[MethodReport]) -> Outcom
     """The outcome of the whole budget beside its forecast, the first of `expected`."""
     report, expected = _report_of(kind.kind, reports), kind.expected[0]
     tau = report.figures.tau
-    return Outcome(tau, report.figures.speedup.median or math.nan, expected.low <= tau <= expected.high)
+    return Outcome(tau, judged_speedup(report), expected.low <= tau <= expected.high)
 
 
 def describe_kind(kind: KindForecast, minutes: float) -> str:
@@ -177,7 +181,7 @@ def describe_kind(kind: KindForecast, minutes: float) -> str:
     (budget, *_), (*_, trained) = kind.expected, kind.trained
     text = f"{kind.kind}: τ is {trained.tau:.2f} after {trained.size * minutes:.3g} minutes"
     prospect = f"expected after {minutes:g} minutes: τ {budget.tau:.2f} [{budget.low:.2f}, {budget.high:.2f}]"
-    if math.isnan(kind.even):
+    if kind.even is None:
         busy = f"its speed cannot be judged: the machine was busy, or fewer than {MIN_PROMPTS} prompts were measured"
         return f"{text}; {prospect}; {busy}"
     if kind.minutes_to_even is None:
@@ -193,8 +197,8 @@ def _table_rows(config: ForecastConfig, records: int, kinds: Sequence[KindForeca
     for kind in kinds:
         for point in kind.expected:
             facts = {"minutes": point.size * config.minutes, "answers": round(point.size * records)}
-            even = None if math.isnan(kind.even) else kind.even
-            yield {"kind": kind.kind, "even": even, "speedup": even and point.tau / even, **facts, **vars(point)}
+            speedup = kind.even and point.tau / kind.even
+            yield {"kind": kind.kind, "even": kind.even, "speedup": speedup, **facts, **vars(point)}
 
 
 def write_forecast(
@@ -204,9 +208,8 @@ def write_forecast(
     lines = [describe_kind(kind, config.minutes) for kind in kinds]
     for name, outcome in outcomes.items():
         verdict = "inside" if outcome.inside else "outside"
-        lines.append(
-            f"{name}: the outcome is τ {outcome.tau:.2f}, speed-up {outcome.speedup:.2f}, {verdict} the interval"
-        )
+        speed = "" if outcome.speedup is None else f", speed-up {outcome.speedup:.2f}"
+        lines.append(f"{name}: the outcome is τ {outcome.tau:.2f}{speed}, {verdict} the interval")
     table = fill_table(TABLE, [*_table_rows(config, records, kinds)]).markdown()
     write_atomically(folder / CARD_FILE, "\n".join(["# Forecast", "", *lines, "", *table, ""]).encode())
     content = {"minutes": config.minutes, "answers": records, "machine": describe_machine(), "made_with": provenance()}

@@ -31,7 +31,7 @@ from outrider.base.errors import UserError
 from outrider.base.files import as_json_lines, digest_of, require_writable, write_atomically, write_json
 from outrider.base.progress import track_progress
 from outrider.base.run_dirs import check_identity, only_run
-from outrider.base.settings import construct, read_as
+from outrider.base.settings import read_as
 from outrider.base.streams import Streams
 from outrider.commands import config_for
 from outrider.data_prep.text.documents import encode
@@ -48,6 +48,7 @@ from outrider.inference.core.rounds import collect
 from outrider.inference.core.session import Session
 from outrider.inference.core.target_session import Runtime
 from outrider.inference.engines.packing import lay_out
+from outrider.inference.loading.chat_templates import sources_in
 from outrider.inference.loading.drafters import Drafters, new_drafter, position_limits
 from outrider.inference.loading.models import load_stack, prepare_models
 from outrider.inference.loading.target_setup import no_drafter_in, open_target_of
@@ -176,23 +177,14 @@ def plan_version(config: RefitConfig, out_dir: Path, folder: Path) -> Version:
         raise UserError(f"out_dir={out_dir}: {current} names {os.readlink(current)}, which is gone; remove the link")
     start = os.path.realpath(current) if current.exists() else checkpoint
     version = Version(made_of, start, config.template or "tokenizer", {})
-    sources = learned_sources(version.kind.load_plugin().training_record(start).data)
+    sources = sources_in(version.kind.load_plugin().training_record(start).data)
     sources = [source for source in sources if config.template in (None, source.template)]
-    is_clear = len({source.template for source in sources}) < 2
-    config.require("template", is_clear, "one of those that the drafter's training had, which were several")
-    for source in sources[:1]:
-        version = replace(version, template=source.template, arguments=source.chat_template_kwargs)
+    renderings = [(source.template, source.chat_template_kwargs) for source in sources]
+    is_clear = all(rendering == renderings[0] for rendering in renderings)
+    config.require("template", is_clear, f"one way to render, as the drafter's training had several: {renderings}")
+    for template, arguments in renderings[:1]:
+        version = replace(version, template=template, arguments=arguments)
     return version
-
-
-def learned_sources(data: Mapping[str, object] | None) -> list[DataConfig]:
-    """The sources of text in the recorded settings `data` of a training; none if they are unknown."""
-    try:
-        learned: DataConfig = construct(DataConfig, data or {})
-    except UserError:
-        return []
-    parts = [part for _, _, part in learned.parts() if part.source != "python_stdlib"]
-    return parts or [learned] if data else []
 
 
 def _identity(decisions: Mapping[str, object], checkpoint: str) -> dict[str, object]:
@@ -205,10 +197,9 @@ def _identity(decisions: Mapping[str, object], checkpoint: str) -> dict[str, obj
 def read_version(folder: Path) -> Version:
     """The version in `folder`. Its start is looked for beside it, if the folder of all versions has moved."""
     version: Version = read_as(Version, folder / PLAN, "plan of a refit", _REMEDY)
-    start = Path(version.start)
-    moved = folder.parent / start.parent.name / DRAFTER
-    is_moved = start.name == DRAFTER and not start.exists() and moved.exists()
-    return replace(version, start=os.path.realpath(moved)) if is_moved else version
+    moved = folder.parent / Path(version.start).parent.name / DRAFTER
+    is_gone = Path(version.start).name == DRAFTER and not os.path.exists(version.start)
+    return replace(version, start=os.path.realpath(moved)) if is_gone and moved.exists() else version
 
 
 def find_target(config: RefitConfig, version: Version) -> OpenTarget:
@@ -264,7 +255,7 @@ def plan_training(
         record = kind.load_plugin().training_record(start).settings
         names = [*_CONTINUED, *(_CONTINUED_OF_HEADS if kind in (EAGLE3, DFLASH) else ())]
         options |= {name: record[name] for name in names if name in record}
-        if options.get("position_weights") != "decay":
+        if {**options, **config.training}.get("position_weights") != "decay":
             options.pop("step_decay", None)
         options |= {"drafter": "pretrained", "drafter.path": start} if kind == SMALL_LM else {"start": start}
         share = max(_HELDOUT, heldout_share(len({conversation.first_turn for conversation in older})))

@@ -170,7 +170,7 @@ def run_logged(words: list[str], log: Path) -> int:
         except KeyboardInterrupt as error:
             if type(error) is KeyboardInterrupt:  # Ctrl-C, which it got too: it saves what it has
                 with suppress(subprocess.TimeoutExpired):
-                    process.wait(_SAVING)
+                    file.write(process.communicate(timeout=_SAVING)[0])
             raise
         finally:
             relay_progress("")

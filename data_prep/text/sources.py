@@ -32,10 +32,9 @@ def read_records(
     """The records of one split, in the order of the source.
 
     A record is held out if its hash is below `config.heldout_fraction`, and read at all if another one of its hashes is
-    below `config.share`. For python_stdlib the hash is of the file's
-    path, else of the user's first turn or the text. So records with the same first turn are in the same split, on every
-    machine, whatever else is read. `counts` receives records, and what cannot be used. The sources of a
-    mix are read one after another.
+    below `config.share`. For python_stdlib the hashes are of the file's path, else of the user's first turn or the
+    text. So records with the same first turn are in the same split, on every machine, whatever else is read. `counts`
+    receives records, and what cannot be used. The sources of a mix are read one after another.
 
     asking: the records will be answered, so prompts without an answer (see `to_prompt`) are allowed too. All prompts
     and conversations are then in the split train, since a training holds out answers by the same first turn. With

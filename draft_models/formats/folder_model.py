@@ -21,7 +21,7 @@ from torch import Tensor
 from outrider.base.errors import UserError
 from outrider.base.files import read_mapping, write_json
 from outrider.base.words import list_words
-from outrider.draft_models.formats.packed_weights import Packing, packed_layers, packing_of
+from outrider.draft_models.formats.packed_weights import Packing, packed_layers, packing_of, runs_as_stored
 from outrider.draft_models.formats.stored_tensors import (
     CONFIG_FILE,
     DESCRIPTIONS,
@@ -65,9 +65,8 @@ class FolderModel:
 
     @property
     def coded(self) -> bool:
-        """Whether a CPU multiplies its weights as they are stored; fp8, and groups out of order, are decoded."""
-        quantised = quantisation_of(self.folder / CONFIG_FILE)
-        return packing_of(quantised) is not None and not quantised.get("desc_act")
+        """Whether a CPU multiplies its weights as they are stored; fp8 is decoded."""
+        return runs_as_stored(quantisation_of(self.folder / CONFIG_FILE))
 
     @property
     def transformers_reads_weights(self) -> bool:

@@ -63,6 +63,16 @@ def packing_of(quantised: Mapping[str, object]) -> Packing | None:
     return None
 
 
+def runs_as_stored(quantised: Mapping[str, object]) -> bool:
+    """Whether a CPU multiplies these integers as they are stored (see `PackedLayer.codes`), as far as this tells."""
+    groups = quantised.get("config_groups")
+    parts = [*groups.values()] if isinstance(groups, dict) else [{"weights": quantised}]
+    weights = [kind for part in parts if isinstance(part, dict) and isinstance(kind := part.get("weights"), dict)]
+    are_adjacent = not any(kind.get("desc_act") or kind.get("actorder") for kind in weights)
+    sizes = [size for kind in weights if isinstance(size := kind.get("group_size"), int) and size > 0]
+    return packing_of(quantised) is not None and are_adjacent and not any(size % 32 for size in sizes)
+
+
 def _read_bits(groups: object) -> object:
     """The bits of the integer weights of `config_groups`; None if they differ, or some are no integers."""
     parts = [*groups.values()] if isinstance(groups, dict) else []

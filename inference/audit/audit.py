@@ -29,12 +29,11 @@ from outrider.base.words import Table
 from outrider.draft_models.targets.open_target import open_target, pick_device, pick_dtype, stored_dtype
 from outrider.inference.audit.answers import ANSWERS, ServedAnswer, read_answers, request_answers
 from outrider.inference.audit.draws import (
-    FEWEST,
-    LARGER,
-    MOST,
+    SIMULATED,
     Draws,
     draws_of,
     join_draws,
+    most_tried,
     p_values,
     refute,
     tokens_needed,
@@ -58,7 +57,6 @@ REPORT = "report.json"
 LOGITS = 2**26  # most logits held at once; a text with more is read in parts, each with its beginning again
 ROWS = 64  # rows of logits that are judged together in float64
 SHOWN = 10  # tokens of a kind in report.md, at most
-SIMULATED = MOST // LARGER  # faults are simulated at the first tokens, at most this many
 
 
 class JudgedToken(NamedTuple):
@@ -323,9 +321,8 @@ def write_page(
         for tokens, unit in ((arm.oddest, "{:.1f} rounding errors"), (arm.unlikeliest, "a chance of {:.1g}"))
         for token in tokens
     ]
-    most = min(MOST, LARGER * int(answers.numbers["sampled_tokens"] or 0))
-    tried = 1 << most.bit_length() >> 1  # the largest power of two that was
-    too_many = f"more than {tried:,}" if tried >= FEWEST else "–"
+    tried = most_tried(int(answers.numbers["sampled_tokens"] or 0))
+    too_many = f"more than {tried:,}" if tried else "–"
     power = [[fault, too_many if count is None else f"{count:,}"] for fault, count in counts.items()]
     tables = (
         ("Numbers", ("", *arms), rows),

@@ -39,6 +39,7 @@ LAMBDAS = torch.tensor([sign * 2.0**-k for k in range(1, ROOTS + 1) for sign in 
 RUNS, ENOUGH = 20, 18  # simulated audits, and how many of them must refuse a fault that counts as detected
 FEWEST, MOST = 2**5, 2**16  # tokens of a simulated audit
 LARGER = 4  # a simulated audit has at most so many times the tokens of the answers
+SIMULATED = MOST // LARGER  # faults are simulated at the first tokens, at most this many
 TYPICAL = (0.09, 0.3)  # ε and δ of Medusa (arXiv:2401.10774): a draft is accepted where p > min(ε, δ · exp(−H))
 COPIES = 16  # draws from each distribution, for simulated audits
 
@@ -159,10 +160,16 @@ def refute(p_by_test: Mapping[str, float], level: float) -> list[str]:
     return ordered[: [*refusals, False].index(False)]
 
 
+def most_tried(sampled: int) -> int:
+    """The most tokens (a power of two) of a simulated audit, where so many are sampled; 0: none is simulated."""
+    most = min(MOST, LARGER * sampled)
+    return 1 << most.bit_length() >> 1 if most >= FEWEST else 0
+
+
 def tokens_needed(simulated: Draws, level: float, generator: torch.Generator) -> int | None:
     """The number of tokens (a power of two) with which 9 of 10 audits refuse this fault; None: more than are tried."""
     token_count = FEWEST
-    while token_count <= min(MOST, LARGER * len(simulated.tail)):
+    while token_count <= most_tried(len(simulated.tail)):
         detections = tries = 0
         while tries - detections <= RUNS - ENOUGH and tries < RUNS:
             p_by_test = p_values(_sample(simulated, token_count, generator))

@@ -86,13 +86,11 @@ class Generator:
     def converse(self, prompts: Sequence[Sequence[int]], draws: Sequence[Tensor], on_answer: After) -> None:
         """`answer` for layers. When an answer ends, `on_answer` gets it. The prompt that it returns joins the batch."""
         stage, pace = Stage(f"a batch of {len(prompts)}", 0, "tokens at most"), self._pace()
-        selectors: dict[int, _Continuation] = {}  # of the answers so far, by index
         with closing(Batch()) as batch, stage:
 
             def begin(index: int, prompt: Sequence[int], numbers: Tensor) -> None:
                 assert isinstance(self.model, LayerStack)
-                selectors[index] = selector = _Continuation(self, numbers)
-                max_new_tokens = len(numbers)
+                selector, max_new_tokens = _Continuation(self, numbers), len(numbers)
                 stage.total = (stage.total or 0) + max_new_tokens
                 rounds = autoregressive(
                     self.model, prompt, max_new_tokens=max_new_tokens, eos=self.eos, selector=selector, runtime=batch
@@ -107,11 +105,11 @@ class Generator:
 
             for index, (prompt, numbers) in enumerate(zip(prompts, draws, strict=True)):
                 begin(index, prompt, numbers)
+            is_read = False  # whether each text has had a token
             while batch.texts:
                 batch.step()
-                if not all(selector.tokens for selector in selectors.values()):
-                    continue  # a prompt is being read
-                for text in batch.texts[pace(len(batch.texts), stage.done, stage.total or 0) :]:
+                is_read = is_read or all(text.positions for text in batch.texts)
+                for text in batch.texts[pace(len(batch.texts), stage.done, stage.total or 0) :] if is_read else ():
                     batch.drop(text)
                     text.end(TimeoutError())
 

@@ -350,25 +350,23 @@ class Worker:
             self._begin()
             self._run_texts()
         except BaseException as error:  # no reader waits for ever
-            with self._lock:
-                jobs, self._jobs, self._busy = self._jobs, [], False
-            for job in jobs:
-                job()
-            failure = RuntimeError(f"the thread that decodes has ended: {error!r}")
-            for text in [*self._waiting, *self.batch.texts]:
-                self._give_up(text)
-                text.end(failure)
+            while self._run_jobs():
+                for text in [*self._waiting, *self.batch.texts]:
+                    self._give_up(text)
+                    text.end(RuntimeError(f"the thread that decodes has ended: {error!r}"))
             raise
 
+    def _run_jobs(self) -> bool:
+        """Run the jobs that there are. False, and the thread must end, if there are neither jobs nor texts."""
+        with self._lock:
+            jobs, self._jobs = self._jobs, []
+            self._busy = bool(jobs or self._waiting or self.batch.texts)
+        for job in jobs:
+            job()
+        return self._busy
+
     def _run_texts(self) -> None:
-        while True:
-            with self._lock:
-                jobs, self._jobs = self._jobs, []
-                if not (jobs or self._waiting or self.batch.texts):
-                    self._busy = False
-                    return
-            for job in jobs:
-                job()
+        while self._run_jobs():
             if not main_thread().is_alive():  # at exit, only texts with a living reader go on
                 for text in [*self._waiting, *self.batch.texts]:
                     if not text.reader.is_alive():

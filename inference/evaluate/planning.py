@@ -127,7 +127,7 @@ def heldout_fraction(config: EvaluateConfig) -> float:
     """
     fractions = []
     is_readable = config.checkpoint is None or config.checkpoint_kind is not None
-    asks_for_library = config.prompts == "python_stdlib" and is_readable
+    asks_for_library = config.prompts == "python_stdlib" and not config.prompt_text and is_readable
     for kind, record in config.training_records().items() if asks_for_library else ():
         data: Any = record.data or {}
         drafter = f"{KINDS[kind].option}={config.paths[kind]}"

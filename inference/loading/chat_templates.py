@@ -17,10 +17,15 @@ def templates_of(data: Mapping[str, object] | None, tokenizer: PreTrainedTokeniz
 
 
 def conversations_in(data: Mapping[str, object] | None, tokenizer: PreTrainedTokenizerBase) -> list[DataConfig]:
-    """The sources of conversations in the recorded settings `data` of a training; none if they are unknown.
+    """The `sources_in` that have conversations.
 
     template=tokenizer is recorded for plain text too, so it means nothing if the tokenizer has no chat template.
     """
+    return [part for part in sources_in(data) if part.template != "tokenizer" or tokenizer.chat_template]
+
+
+def sources_in(data: Mapping[str, object] | None) -> list[DataConfig]:
+    """The sources in the recorded settings `data` of a training that are no plain text; none if they are unknown."""
     if data is None or "template" not in data:
         return []
     try:
@@ -28,8 +33,7 @@ def conversations_in(data: Mapping[str, object] | None, tokenizer: PreTrainedTok
     except UserError:
         return []
     parts = [part for _, _, part in config.parts()] or [config]
-    conversations = [part for part in parts if part.source != "python_stdlib" and part.layout not in _PLAIN]
-    return [part for part in conversations if part.template != "tokenizer" or tokenizer.chat_template]
+    return [part for part in parts if part.source != "python_stdlib" and part.layout not in _PLAIN]
 
 
 def chat_template(template: PromptTemplate, trained: Mapping[str, frozenset[ChatTemplate]]) -> PromptTemplate:

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import psutil
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from outrider.base.errors import UserError, reason
+from outrider.base.limits import usable_memory
 from outrider.draft_models.formats.convert import find_original
 from outrider.draft_models.targets.fingerprint import require_text_alone
 from outrider.draft_models.targets.int8 import int8_bytes, require_linear
@@ -216,4 +216,4 @@ def position_bytes(config: PreTrainedConfig, itemsize: int, layers: int | None =
 
 def free_bytes(device: torch.device) -> int:
     """Bytes of memory that are free now."""
-    return int(torch.cuda.mem_get_info()[0] if device.type == "cuda" else psutil.virtual_memory().available)
+    return int(torch.cuda.mem_get_info()[0] if device.type == "cuda" else usable_memory())

@@ -133,7 +133,8 @@ def _shrink_data(data: DataConfig, folder: Path, models: Path | None, *, asks: b
 
     def shrink_source(source: Source) -> Source:
         if in_step and _is_source_in(folder, source):
-            return replace(source, max_records=min(_PIPELINE_RECORDS, source.max_records or _PIPELINE_RECORDS))
+            records = min(_PIPELINE_RECORDS, source.max_records or _PIPELINE_RECORDS)
+            return replace(source, max_records=records, share=1.0)
         return replace(source, **vars(_LIBRARY))
 
     heldout = 0.5

@@ -36,8 +36,8 @@ from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS
 
 WARM_UP_TOKENS = 8
-# Evenly spread prompts that are judged if texts alone do not decide; every mismatch is judged too. Judging takes about
-# as long as measuring, so with `minutes` it is every second prompt, of those that are measured first.
+# Prompts that are judged if texts alone do not decide, evenly spread; every mismatch is judged too. With `minutes` they
+# are every second one in the order of measuring, as judging a prompt takes about as long as measuring it.
 JUDGED = 12
 
 

@@ -129,9 +129,9 @@ def expect_speedup(
 
     The interval has the choice of texts and of turns. Drafting takes the seconds that it took in the replay. drafted:
     seconds of a token of an engine that runs the drafter alone, of each turn. The engine's work for a request is in
-    them too, so if they are given, drafting takes them, the seconds of the replay, or anything between. units: of each
-    text, the conversation that it is of; its texts are drawn together. in_one_pass: a whole draft takes the seconds of
-    a token.
+    them too, so drafting takes at most them, down to the seconds of the replay if these are fewer. units: of each text,
+    the conversation that it is of; its texts are drawn together. in_one_pass: a whole draft takes the seconds of a
+    token.
     """
     numbers = [number for number, generation in enumerate(generations) if generation.rounds]
     if not numbers:

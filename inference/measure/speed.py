@@ -11,7 +11,13 @@ from dataclasses import replace
 from outrider.base.streams import Streams
 from outrider.inference.core.rounds import Generation
 from outrider.inference.measure.results import PromptResult
-from outrider.inference.measure.statistics import MedianInterval, PlainToken, bootstrap_median, loop_length
+from outrider.inference.measure.statistics import (
+    MedianInterval,
+    PlainToken,
+    bootstrap_median,
+    count_tested,
+    loop_length,
+)
 from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS
 
 
@@ -109,18 +115,17 @@ def time_of_a_plain_token(results: Sequence[PromptResult]) -> PlainToken:
 def break_even(results: Sequence[PromptResult], method: str) -> float | None:
     """The acceptance rate at which this method is as fast as plain decoding.
 
-    A round with k drafted tokens that takes s seconds emits 1 + v·k tokens; plain decoding takes t seconds a token.
+    A round with k tested tokens that takes s seconds emits 1 + v·k tokens; plain decoding takes t seconds a token.
     They break even at v = (s/t − 1)/k.
     """
     timed_results = select_timed(results, method, AUTOREGRESSIVE)
     rounds = [r for result in timed_results for r in result.generations[method].rounds]
-    drafted = sum(r.drafted for r in rounds)
-    if not drafted:
+    if not (tested := count_tested(rounds)):
         return None
     steps = sum(len(result.generations[AUTOREGRESSIVE].tokens) - 1 for result in timed_results)
     step = sum(result.generations[AUTOREGRESSIVE].decode_seconds for result in timed_results) / steps
     spent = sum(result.generations[method].decode_seconds for result in timed_results)
-    return (spent / step - len(rounds)) / drafted
+    return (spent / step - len(rounds)) / tested
 
 
 def conversations(results: Sequence[PromptResult]) -> int:

@@ -54,8 +54,7 @@ def decode_statistics(generations: Iterable[Generation]) -> DecodeStatistics:
     rounds, texts = [r for g in generations for r in g.rounds], [g.rounds for g in generations if g.rounds]
     drafted, accepted = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
     emitted, output = sum(len(r.tokens) for r in rounds), sum(len(g.tokens) for g in generations)
-    # Of a tree nobody knows which nodes would have been tested after an accepted end token.
-    tested = sum(_tested_depth(r) if r.drafted == r.depth else r.drafted for r in rounds)
+    tested = count_tested(rounds)
     v, r = (accepted / tested if tested else 0.0), (accepted / output if output else 0.0)
     return DecodeStatistics(
         tau=emitted / len(rounds) if rounds else 0.0,
@@ -67,6 +66,11 @@ def decode_statistics(generations: Iterable[Generation]) -> DecodeStatistics:
         accepted_per_round=accepted / len(rounds) if rounds else 0.0,
         accepted_per_round_of_requests=_mean([sum(r.accepted for r in text) / len(text) for text in texts]),
     )
+
+
+def count_tested(rounds: Iterable[Round]) -> int:
+    """The drafted tokens that the target tested: of a chain none after an accepted end token, of a tree all."""
+    return sum(_tested_depth(r) if r.drafted == r.depth else r.drafted for r in rounds)
 
 
 def _tested_depth(round_: Round) -> int:
@@ -84,7 +88,8 @@ def structure_statistics(generations: Iterable[Generation]) -> dict[str, float]:
     Candidates and chosen sizes are not among them, see `acceptance_by_candidates` and `chosen_sizes`.
     """
     generations = list(generations)
-    rounds = sum(g.totals.get(OBSERVED, len(g.rounds)) for g in generations) or 1
+    # Older results do not tell the rounds, and those of a text without a sum had no draft.
+    rounds = sum(g.totals.get(OBSERVED, len(g.rounds)) for g in generations if g.totals) or 1
     not_meant = (TRIED, CANDIDATE, CHOSEN, OBSERVED)
     names = sorted({name for g in generations for name in g.totals if not name.startswith(not_meant)})
     return {name: sum(g.totals.get(name, 0.0) for g in generations) / rounds for name in names}

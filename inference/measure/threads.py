@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from outrider.base import progress
-from outrider.base.cores import usable_cores
 from outrider.base.errors import warn
+from outrider.base.limits import usable_cores
 from outrider.base.streams import Streams
 from outrider.inference.core.rounds import Generation
 from outrider.inference.measure.results import Arm

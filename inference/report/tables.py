@@ -34,7 +34,7 @@ METHODS: Columns = {
         "{tau:.2f?}",
         "τ: tokens that one pass of the target yields on average, its own included; 1 without a drafter",
     ),
-    "accepted": ("{acceptance_rate:.2f}", "v_d: share of the drafted tokens that the target accepted"),
+    "accepted": ("{acceptance_rate:.2f}", "v_d: share of the tested drafted tokens that the target accepted"),
     "from drafter": ("{draft_share:.2f}", "r_d: share of the text that was drafted"),
     "drafted a pass": ("{drafted_tokens_per_round:.2f}", "tokens drafted before each pass of the target"),
     "same text as plain decoding": ("{same_as_plain}", "texts that equal those of this runtime without a drafter"),

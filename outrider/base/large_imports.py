@@ -4,6 +4,8 @@ import gc
 from importlib import import_module
 from types import ModuleType
 
+from outrider.base.limits import limit_threads
+
 
 def import_large(name: str) -> ModuleType:
     """The module `name`, imported while Python's garbage collector rests.
@@ -11,6 +13,7 @@ def import_large(name: str) -> ModuleType:
     torch and transformers make a million objects that stay. The collector would look through them again and again: a
     fifth of the time of an import, and seconds of loading a model. So it passes over all that is there afterwards.
     """
+    limit_threads()
     collects = gc.isenabled()
     gc.collect()  # garbage would stay, too
     gc.disable()

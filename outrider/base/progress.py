@@ -75,7 +75,7 @@ class Stage(AbstractContextManager["Stage"]):
         if self.total is not None and units:
             estimates.append(self.seconds_spent / units * (self.total - self.done) + self.after)
         if self.seconds_spent < self._max_seconds < math.inf:
-            estimates.append(self._max_seconds - self.seconds_spent)
+            estimates.append(self._max_seconds - self.seconds_spent + self.after)
         return max(0.0, min(estimates)) if estimates else None
 
     @property

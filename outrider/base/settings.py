@@ -380,9 +380,9 @@ def _constraints(value_type: object) -> Iterator[Named]:
         yield from _constraints(inner)
 
 
-def has_names(value_type: object) -> bool:
-    """Whether its texts, or those in it, name something, such as a file, and are not texts as such."""
-    return any(True for _ in _constraints(value_type))
+def has_constraint(value_type: object, kind: type[Named]) -> bool:
+    """Whether its texts, or those in it, are of this kind."""
+    return any(isinstance(constraint, kind) for constraint in _constraints(value_type))
 
 
 def _join(path: str, key: str) -> str:

@@ -25,9 +25,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from outrider.base.errors import UserError
-from outrider.base.settings import Config, construct, describe_type, field_types, has_names, missing_error
+from outrider.base.settings import Config, construct, describe_type, field_types, has_constraint, missing_error
 from outrider.base.words import did_you_mean, list_words, quote_word, write_option
 from outrider.cli import COMMANDS
+from outrider.draft_models.targets.settings import InputPath
 from outrider.inference.settings.kinds import PROMPT_LOOKUP, presets_of
 from outrider.inference.settings.method import CONF_DIR, PARTS, choices_of, method_key, no_such_method, settings_of
 
@@ -258,7 +259,7 @@ def _adapt(value: object, kind: object, hint: object = None) -> object:
         member_kind = typing.get_args(kind)[-1:]  # of a mapping by name; else empty
         return {key: _adapt(member, kinds.get(key, *member_kind), hints.get(key)) for key, member in value.items()}
     if isinstance(value, list):
-        is_text = not has_names(hint)
+        is_text = not has_constraint(hint, InputPath)
         [member_kind, *_] = typing.get_args(kind) or (None,)
         return [m if isinstance(m, str) and is_text else _adapt(m, member_kind) for m in value]
     if isinstance(value, str):

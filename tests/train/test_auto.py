@@ -222,7 +222,7 @@ def test_a_small_lm_reads_what_its_minutes_hold(tmp_path: Path) -> None:
     file = tmp_path / "texts.jsonl"
     file.write_text("".join(json.dumps({"text": f"text number {number}"}) + "\n" for number in range(2000)))
     assert auto_run._share_of_corpus([str(file)], 0.3) == 0.3
-    assert auto_run._share_of_corpus([str(file)], 0.001) == 1.0
+    assert 0.05 < auto_run._share_of_corpus([str(file)], 0.001) < 0.5  # of which eight texts are held out
     whole, part = (DataConfig(source="local", path=str(file), share=share) for share in (1.0, 0.3))
     for split, least in (("train", 400), ("heldout", 15)):
         texts = [{record["text"] for record in read_records(data, split)} for data in (whole, part)]
@@ -231,6 +231,15 @@ def test_a_small_lm_reads_what_its_minutes_hold(tmp_path: Path) -> None:
     look = replace(LOOK, prompts=40, corpus_share=0.3)
     built = settings_of(configure(replace(WITH_CORPUS, train=("small_lm",)), Choice(("small_lm",), {}, {}), look))
     assert (built["corpus_lm"].data.share, built["corpus_table"].data.share) == (0.3, 1.0)
+
+
+def test_the_printed_commands_render_conversations_as_auto_did(tmp_path: Path) -> None:
+    config = replace(CONFIG, template="tokenizer", chat_template_kwargs={"enable_thinking": False})
+    [line] = auto_run._describe_forecast(config, tmp_path, ["small_lm", "trigrams"])
+    built = compose_and_build("forecast", shlex.split(line.partition("outrider forecast ")[2]))
+    assert (built.kinds, built.minutes, built.template) == (("small_lm",), config.minutes, "tokenizer")
+    assert built.chat_template_kwargs == config.chat_template_kwargs
+    assert auto_run._describe_forecast(config, tmp_path, ["trigrams"]) == []
 
 
 def test_measured_texts_are_as_long_as_answers() -> None:

@@ -43,7 +43,7 @@ def test_the_recommendation_follows_from_the_interval() -> None:
     assert recommend_there([slow]).startswith("nothing pays here: the best, `small_lm_fixed_k2`")
     assert recommend_there([row("a_k1", 2.0, 1.1, 0.9, 1.3)]).startswith("undecided: the best, `a_k1`")
     few = SimpleNamespace(**{**vars(pays), "expected": MedianInterval(1.4, (1.3, 1.5), 4)})
-    assert "undecided: a verdict needs 5 answers" in recommend_there([cast(MethodReplay, few)])
+    assert "undecided: a verdict needs 5 conversations" in recommend_there([cast(MethodReplay, few)])
     assert "could not be timed; `b_k2` has the most, τ 2.10" in recommend_there([row("a_k1", 2.0), row("b_k2", 2.1)])
 
 

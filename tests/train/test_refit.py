@@ -169,9 +169,9 @@ def test_conversations_are_rendered_as_the_training_rendered_them() -> None:
     mixed = DataConfig(source="mix", mix={"chat": chat, "code": MixPart()})
     alone = DataConfig(source="local", path="a.jsonl", chat_template_kwargs=thinking)
     for data in (mixed, alone):
-        [source] = refitting.learned_sources(json.loads(json.dumps(data.decisions())))
+        [source] = refitting.sources_in(json.loads(json.dumps(data.decisions())))
         assert (source.template, source.chat_template_kwargs) == ("tokenizer", thinking)
-    assert refitting.learned_sources(None) == []
+    assert refitting.sources_in(None) == []
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ class TrainingRun:
 
         result = fit(
             student, rows, config, self.out_dir, identity=identity, evaluate=evaluate_and_keep, minutes=minutes,
-            resume=self.resume, finishing=forget_saved,
+            resume=self.resume, before_last_save=forget_saved,
         )  # fmt: skip
         if student.saved_part is not None:  # the caller writes its frozen parameters too
             sharding.make_whole(student.saved_part, frozen=True)

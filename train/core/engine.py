@@ -49,8 +49,6 @@ class TrainingEngine:
         self._deepspeed, self._fsdp = kind == utils.DistributedType.DEEPSPEED, kind == utils.DistributedType.FSDP
         if self._fsdp and self.accelerator.state.fsdp_plugin.fsdp_version != 2:
             raise UserError("fsdp_version=1: only FSDP2 can be trained with; see conf/accelerate/fsdp.yaml")
-        if config.optimizer == "muon" and (self._deepspeed or self._fsdp):
-            raise UserError("optimizer=muon: works on whole matrices; use adamw with DeepSpeed and FSDP, or DDP")
         utils.set_seed(config.seed)  # for dropout, if the model has any
         self.model = model
         self._max_norm = config.max_grad_norm or math.inf

@@ -68,7 +68,7 @@ def fit(
     evaluate: Callable[[int], Metrics] | None = None,
     minutes: float | None = None,
     resume: bool = False,
-    finishing: Callable[[], object] = lambda: None,
+    before_last_save: Callable[[], object] = lambda: None,
     clock: Clock = time.perf_counter,
 ) -> FitResult:
     """Train `student` in place on `rows`. Every process calls it.
@@ -79,7 +79,7 @@ def fit(
     evaluate: called on every process, every `eval_every` steps and at the end, with the number of steps done, while
     the student is in eval mode, without gradients. The metrics that it returns are logged as eval_<name>.
     minutes: the time limit for the last step; the number of steps is then at most that of `config`. clock: measures
-    seconds for it (see `StepBudget`). finishing: called by the main process before the last checkpoint is written.
+    seconds for it (see `StepBudget`). before_last_save: called by the main process before the last checkpoint.
 
     Writes checkpoint-<step> directories and log.jsonl to `out_dir`, which the caller must lock. A killed run continued
     with `resume=True` gives bit-identical results to an uninterrupted one, on the same machine with the same number of
@@ -92,7 +92,7 @@ def fit(
         raise UserError("data: no rows to train on; check the data set, its split and the length limits")
     state = join_processes()
     max_steps = config.total_steps(len(rows))
-    config.micro_rows(state.num_processes)  # raises before anything is written
+    config.require_processes(state.num_processes)  # raises before anything is written
     limits = {"steps": max_steps, "minutes": minutes}
     run = limits | {"rows": len(rows), "fit": config.decisions(), "heldout_by": HELDOUT_BY, **identity}
     checkpoint, longer = run_dir.open_run(out_dir, run, resume)
@@ -136,7 +136,7 @@ def fit(
         def save(step: int) -> None:
             reached = TrainingState(step, metrics, budget.limit.spent(), budget.total)
             if step == budget.total and state.is_main_process:
-                finishing()
+                before_last_save()
             with report.pause_clock():
                 _save(engine, run, reached, out_dir, config.keep_checkpoints)
 

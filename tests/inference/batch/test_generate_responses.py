@@ -264,6 +264,12 @@ def test_a_training_holds_out_a_part_of_the_answers(make, target):
     assert sides["heldout"]
     assert not sides["heldout"] & sides["train"]
     assert summary(config)["prompts"] == 100
+    parts = [replace(data, share=share) for share in (1.0, 0.5)]
+    tokens = [
+        sum(int((rows[i]["documents"] >= 0).sum()) for i in range(len(rows)))
+        for rows in (load_top_k_rows(part, load_tokenizer(str(target)), 64, "train") for part in parts)
+    ]
+    assert 0 < tokens[1] < 0.8 * tokens[0]
     assert len(load_top_k_rows(data, load_tokenizer(str(target)), 64, "heldout"))
 
 

@@ -244,7 +244,8 @@ def test_prompts_are_held_out_from_drafters_of_all_kinds(monkeypatch: pytest.Mon
     assert heldout_fraction(config) == 0.01
     records["ngrams"] = TrainingRecord(data=DataConfig(heldout_fraction=0).decisions())
     refusal("prompts=python_stdlib: table=n has learned from all of them", heldout_fraction, config)
-    assert heldout_fraction(replace(config, prompts="mt_bench")) == DataConfig.heldout_fraction
+    for other in (replace(config, prompts="mt_bench"), replace(config, prompt_text=["def f("])):
+        assert heldout_fraction(other) == DataConfig.heldout_fraction
 
 
 @pytest.mark.slow

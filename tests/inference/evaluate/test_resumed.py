@@ -92,7 +92,6 @@ def test_a_finished_run_is_kept(alone: EvaluateConfig) -> None:
     assert tokens(alone) == before
 
 
-@pytest.mark.slow
 def test_half_a_line_of_a_killed_run_is_no_part_of_the_next_one(tmp_path: Path) -> None:
     file = tmp_path / "lines.jsonl"
     append_line(file, {"a": 1})
@@ -102,6 +101,7 @@ def test_half_a_line_of_a_killed_run_is_no_part_of_the_next_one(tmp_path: Path) 
     assert [unseal_record(json.loads(line))["a"] for line in file.read_text().splitlines()] == [1, 3]
 
 
+@pytest.mark.slow
 def test_other_settings_are_refused(alone: EvaluateConfig, models: Path, tiny_models: Path, tmp_path: Path) -> None:
     resumed = replace(alone, resume=True)
     fewer = {"chain": METHODS["chain"]}
