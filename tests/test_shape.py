@@ -167,7 +167,7 @@ def raised(before: str, now: str, decisions: str) -> list[str]:
     """The numbers that a change raised without a new entry among the `decisions` that it changed (a diff)."""
     old, new = json.loads(before or "{}"), json.loads(now)
     grown = [name for name in old if name not in new or new[name] > old[name]]
-    return [] if re.search(r"^\+## ", decisions, re.MULTILINE) else grown
+    return [] if re.search(r"^\+(## |- .*\d)", decisions, re.MULTILINE) else grown
 
 
 @pytest.mark.parametrize("file", [BARS, NAMES])
@@ -184,5 +184,6 @@ def test_no_commit_raises_a_number_without_a_decision(file: Path) -> None:
 def test_a_raised_number_is_seen() -> None:
     assert raised('{"lines": 5}', '{"lines": 6}', "+Some words\n") == ["lines"]
     assert raised('{"lines": 5}', "{}", "") == ["lines"]
-    assert not raised('{"lines": 5}', '{"lines": 6}', "+## What went for it\n")
+    for entry in ("+## What went for it\n", "+- What went for it: 1\n"):
+        assert not raised('{"lines": 5}', '{"lines": 6}', entry)
     assert not raised('{"lines": 5}', '{"lines": 4, "more": 7}', "")

@@ -54,6 +54,7 @@ class Cluster:
         ours = {
             "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
             "TMPDIR": str(self.folder),
+            "HOME": str(self.folder),
             "CALLS": str(self.record),
             "SLURM_JOB_ID": "4711",
             "SLURM_NNODES": "1",
@@ -113,6 +114,13 @@ def test_one_gpu_several_nodes_and_a_strategy_of_choice(cluster: Cluster) -> Non
     assert (sharded.num_machines, sharded.num_processes, sharded.machine_rank) == (2, 16, 1)
 
 
+def test_the_processes_of_a_node_share_its_cores(cluster: Cluster) -> None:
+    job = {"SLURM_CPUS_PER_TASK": "8", "BEHAVIOUR": "echo threads=$OMP_NUM_THREADS", "SLURM_NNODES": "2"}
+    gpus, threads = "SLURM_GPUS_ON_NODE", "OMP_NUM_THREADS"
+    for name, count, expected in ((gpus, "0", 8), (gpus, "4", 2), (threads, "3", 3)):
+        assert {*cluster.run("train.sbatch", "s.py", **job, **{name: count}).split()} == {f"threads={expected}"}
+
+
 @pytest.mark.parametrize(("restarts", "requeued"), [("2", True), ("3", False)])
 @pytest.mark.parametrize("script", ["train.sbatch", "evaluate.sbatch"])
 @pytest.mark.slow
@@ -141,7 +149,7 @@ def test_a_table_in_parts(cluster: Cluster, tmp_path: Path) -> None:
     files = [tmp_path / f"c{number}.jsonl" for number in range(7)]
     for file in files:
         file.write_text('{"text": "a"}\n')
-    given = ["3", str(tmp_path / "o"), str(tmp_path / "c*.jsonl"), "tokenizer=t", "orders=[2,3]", "max_mb=5"]
+    given = ["3", str(tmp_path / "o"), "~/c*.jsonl", "tokenizer=t", "orders=[2,3]", "max_mb=5"]
     assert cluster.run("ngrams.sh", *given).split() == ["parts", "101", "whole", "102"]
     array, whole = cluster.calls("sbatch")
     assert array == ["--parsable", "--array=1-2", "slurm/ngrams.sbatch", *given]
@@ -157,6 +165,9 @@ def test_a_table_in_parts(cluster: Cluster, tmp_path: Path) -> None:
     assert "give fewer parts" in cluster.run("ngrams.sbatch", "9", *given[1:], status=2, SLURM_ARRAY_TASK_ID="8")
     assert "usage: bash" in cluster.run("ngrams.sh", "1", *given[1:], status=2)
     assert "usage: sbatch" in cluster.run("ngrams.sbatch", status=2)
+    for script in ("ngrams.sh", "ngrams.sbatch"):
+        assert "~/d*.jsonl: no file matches" in cluster.run(script, "3", "o", "~/d*.jsonl", "tokenizer=t", status=2)
+    assert len(cluster.calls("sbatch")) == 2
 
 
 def test_pipeline(cluster: Cluster) -> None:

@@ -15,11 +15,14 @@ from outrider.draft_models.early_exit.checkpoint import read_meta
 from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.batch.generate import generate_responses
 from outrider.inference.batch.settings import GenerateConfig
+from outrider.inference.engines.cpu.at_once import PanelLinear
+from outrider.inference.engines.packing import multiply_by_codes
 from outrider.inference.evaluate.evaluation import evaluate as plan_evaluation
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig, StopConfig
 from outrider.train.eesd import train_early_exit
 from outrider.train.finetune_drafter import finetune_drafter
+from outrider.train.parts.heldout import packed_hidden
 from tests.draft_models.formats.test_torch_files import as_bin
 from tests.gguf_files import save_plain_target, write_gguf
 from tests.inference.batch.responding import read_responses
@@ -45,6 +48,18 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "gguf Q4_0": write_gguf(plain, folder / "other.gguf", "Q4_0"),
         "bin": as_bin(plain, folder / "bin"),
     }
+
+
+def test_heads_learn_from_products_with_the_stored_codes(targets: dict[str, Path]) -> None:
+    """Of two packed texts; the states are those of the decoded weights."""
+    opened = open_target(str(targets["gguf Q4_0"]))
+    decoded, coded = (opened.stack(dtype=torch.float32, coded=coded) for coded in (False, True))
+    multiply_by_codes(coded)
+    assert sum(isinstance(module, PanelLinear) for module in coded.layers.modules()) == 4 * len(coded.layers)
+    documents, positions = torch.tensor([[0] * 7 + [1] * 9]), torch.tensor([[*range(7), *range(9)]])
+    states = [packed_hidden(stack, positions + 3, positions, documents) for stack in (decoded, coded)]
+    torch.testing.assert_close(states[1], states[0], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(coded.head.weight, decoded.head.weight)
 
 
 @pytest.mark.parametrize("form", FORMATS)

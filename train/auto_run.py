@@ -213,7 +213,7 @@ def _find_start(
     """The facts with which a stopped run began; for a new run, those of the target's first answers."""
     path, made_of = folder / RECORD, config.decisions()
     if path.exists():
-        require_free(folder, config.leaves, config.resume)
+        require_free(folder, config.run_files, config.resume)
         start = read_as(Start, path, "record of a run", _REMEDY)
         check_identity(start.made_of, made_of, path)
         return start
@@ -251,13 +251,13 @@ def _time_answers(config: AutoConfig, unknown: FirstAnswers, began: float, confi
             step_began = time.monotonic()
             # The pipeline then finds the step begun.
             if status := steps.run_command(step.script, step.words, step.settings, log):
-                raise UserError(f"target={config.target}: step {step.name} failed (exit status {status}); see {log}")
+                raise UserError(f"{config.answerer}: step {step.name} failed (exit status {status}); see {log}")
         seconds = time.monotonic() - step_began
     summary = read_mapping(folder / SUMMARY_FILE, "summary of answers", _REMEDY)
     answering_seconds = seconds_spent(folder)
     tokens, count, prompts = (int(str(summary[name])) for name in ("tokens", "responses", "prompts"))
     if not tokens:
-        raise UserError(f"target={config.target}: it answered no prompt; see {log}")
+        raise UserError(f"{config.answerer}: it answered no prompt; see {log}")
     return replace(
         unknown,
         rows=unknown.rows if count >= prompts else min(unknown.rows, count),  # fewer where a batch was too slow

@@ -37,16 +37,9 @@ from outrider.inference.core.decode import speculative
 from outrider.inference.core.rounds import Round
 from outrider.inference.drafters.model_plugin import ModelDrafterPlugin
 from outrider.inference.engines.packing import lay_out
+from outrider.inference.loading import memory_plan
 from outrider.inference.loading.chat_templates import templates_of
 from outrider.inference.loading.drafters import position_limits
-from outrider.inference.loading.memory_plan import (
-    Plan,
-    Storage,
-    drafter_memory,
-    dtype_name,
-    planned_device,
-    target_memory,
-)
 from outrider.inference.loading.models import load_stack, prepare_models
 from outrider.inference.loading.target_setup import end_tokens, open_target_of
 from outrider.inference.measure.replay import FirstLayersSession, RecordedSession, replay
@@ -56,22 +49,7 @@ from outrider.inference.settings.kinds import EARLY_EXIT, KINDS, kind_in
 from outrider.inference.settings.method import MethodConfig
 from outrider.train.core.driver import training_run
 from outrider.train.core.training import Batch, Metrics, Student
-from outrider.train.parts.calibration_scores import (
-    brier_score,
-    plot_reliability,
-    predict_acceptance,
-    rounds_of_later_half,
-    score_head,
-    temper_head,
-)
-from outrider.train.parts.capture import (
-    EXAMPLES,
-    Drafting,
-    TextToContinue,
-    capture_splits,
-    recorded_text,
-    select_tested,
-)
+from outrider.train.parts import calibration_scores, capture
 from outrider.train.parts.heldout import heldout_prompt
 from outrider.train.parts.recorded_answers import require_answers_of
 from outrider.train.parts.top_k_rows import load_top_k_rows
@@ -102,26 +80,31 @@ def calibrate(config: CalibrateConfig) -> None:
         dtype, ends = pick_dtype(config.dtype, target.config, run.device), end_tokens(target)
         drafter = plugin.load(config.checkpoint, target, {}, dtype=dtype, device=run.device)
 
-        def load_drafting() -> Drafting:
+        def load_drafting() -> capture.Drafting:
             decode = load_decoder(config, kind, target, drafter, dtype, run.device)
             draft_model = partial(plugin.draft_model, drafter, MethodConfig(kind.name))
-            return Drafting(decode, draft_model, config.new_tokens, config.max_draft, ends)
+            return capture.Drafting(decode, draft_model, config.new_tokens, config.max_draft, ends)
 
         settings = {name: value for name, value in config.decisions().items() if name not in ("fit", "l2", "odds")}
+        settings["format"] = 2  # 1 took indices of draft vocabularies for ids of end tokens
         settings |= {"drafter": digest, "target": digest_of(record)[:16], "dtype": str(dtype), "ends": sorted(ends)}
         texts = load_texts(config, target, position_limits({kind.name: drafter}))
         largest_ids = [max(text.prompt + (text.answer or [])) for part in texts.values() for text in part]
         target = target.resize(max(*largest_ids, *(lm.config.vocab_size - 1 for lm in plugin.causal_lms(drafter))))
         limit = TimeLimit(config.minutes)
-        captured = capture_splits(run.out_dir, settings, texts, load_drafting, limit, run.state)
-        examples, heldout = captured["train"], select_tested(captured["heldout"])
+        captured = capture.capture_splits(run.out_dir, settings, texts, load_drafting, limit, run.state)
+        examples, heldout = captured["train"], capture.select_tested(captured["heldout"])
         heldout = {name: value.to(run.device) for name, value in heldout.items()}
 
         student = CalibrationStudent(examples, config.l2, odds=config.odds)
         settings = {"capture": settings, "l2": config.l2, "odds": config.odds, "examples": len(examples["label"])}
 
         def evaluate(step: int) -> Metrics:
-            return {"brier": brier_score(predict_acceptance(student.fold_standardisation(), heldout), heldout["label"])}
+            return {
+                "brier": calibration_scores.brier_score(
+                    calibration_scores.predict_acceptance(student.fold_standardisation(), heldout), heldout["label"]
+                )
+            }
 
         identity = {**settings, "labels": digest_of(examples["label"].tolist())[:16]}
         result = run.fit(student, Examples(examples), config.fit, identity=identity, evaluate=evaluate)
@@ -194,7 +177,9 @@ def warn_of_template(config: CalibrateConfig, trained_on: Mapping[str, object] |
         warn(f"data.template={' and '.join(sorted(templates))}: the drafter in {config.checkpoint} learned by {names}")
 
 
-def load_texts(config: CalibrateConfig, target: OpenTarget, limits: Sequence[int]) -> dict[Split, list[TextToContinue]]:
+def load_texts(
+    config: CalibrateConfig, target: OpenTarget, limits: Sequence[int]
+) -> dict[Split, list[capture.TextToContinue]]:
     """The texts of each split to continue. limits: context limits of the drafter, in tokens. Raises `UserError` if a
     split has none, and if no prompt leaves room for the new tokens."""
     context = min([context_limit(target.config), *limits])
@@ -202,16 +187,16 @@ def load_texts(config: CalibrateConfig, target: OpenTarget, limits: Sequence[int
     if longest < 1:
         raise UserError(f"new_tokens={config.new_tokens}: expected less than the context of {context} tokens")
     counts: dict[Split, int] = {"train": config.prompts, "heldout": config.heldout_prompts}
-    by_split, has_answers = dict[Split, list[TextToContinue]](), config.answers == "recorded"
+    by_split, has_answers = dict[Split, list[capture.TextToContinue]](), config.answers == "recorded"
     for split, count in counts.items():
         load = load_top_k_rows if has_answers else load_rows
         rows = load(config.data, target.tokenizer, config.seq_len, split, max_rows=count)
         if has_answers:
-            texts = [text for index in range(len(rows)) if (text := recorded_text(rows[index])) is not None]
+            texts = [text for index in range(len(rows)) if (text := capture.recorded_text(rows[index])) is not None]
             say(f"calibrate split={split} answers={len(texts)} not_greedy={len(rows) - len(texts)}")
             texts = [text for text in texts if len(text.prompt) <= longest]
         else:
-            texts = [TextToContinue(heldout_prompt(rows[index])[-longest:]) for index in range(len(rows))]
+            texts = [capture.TextToContinue(heldout_prompt(rows[index])[-longest:]) for index in range(len(rows))]
         if not texts:
             raise UserError(f"data={config.data.source}: expected a text of the {split} split that can be continued")
         if len(texts) < count:
@@ -313,15 +298,18 @@ class Examples:
         self.captured = captured
 
     def __len__(self) -> int:
-        return -(-len(self.captured["label"]) // EXAMPLES)
+        return -(-len(self.captured["label"]) // capture.EXAMPLES)
 
     def __getitem__(self, index: int) -> Batch:
-        part = {name: value[index * EXAMPLES : (index + 1) * EXAMPLES] for name, value in self.captured.items()}
+        part = {
+            name: value[index * capture.EXAMPLES : (index + 1) * capture.EXAMPLES]
+            for name, value in self.captured.items()
+        }
         part = {name: part[name] for name in ("target_hidden", "draft_hidden", "position", "confidence", "label")}
-        padding = EXAMPLES - len(part["label"])
+        padding = capture.EXAMPLES - len(part["label"])
         row = {name: nn.functional.pad(v, (0, 0) * (v.ndim - 1) + (0, padding)) for name, v in part.items()}
         labels = row.pop("label").long()
-        labels[EXAMPLES - padding :] = IGNORE
+        labels[capture.EXAMPLES - padding :] = IGNORE
         return {**row, "labels": labels}
 
 
@@ -337,11 +325,13 @@ def save_head(
     facts: Mapping[str, object],
 ) -> None:
     """Fit the head's temperatures, write its scores, and store it with its drafter."""
-    tempering = temper_head(head, captured["heldout"], keep=config.odds)
-    scores = score_head(head, captured["train"], select_tested(rounds_of_later_half(captured["heldout"])))
+    tempering = calibration_scores.temper_head(head, captured["heldout"], keep=config.odds)
+    scores = calibration_scores.score_head(
+        head, captured["train"], capture.select_tested(calibration_scores.rounds_of_later_half(captured["heldout"]))
+    )
     report = {**scores, "survival": tempering}
     write_json(Path(config.out_dir) / "calibration.json", report)
-    write_atomically(Path(config.out_dir) / "reliability.png", plot_reliability(scores))
+    write_atomically(Path(config.out_dir) / "reliability.png", calibration_scores.plot_reliability(scores))
     folder = require_writable(Path(config.checkpoint) / str(kind.calibration))
     save_calibration(folder, head, digest, {**facts, "heldout": report})
     for name, row in scores["predictors"].items():
@@ -351,12 +341,14 @@ def save_head(
     print(f"saved calibration={folder} examples={facts['examples']}", flush=True)
 
 
-def plan_memory(config: CalibrateConfig, kind: Kind, target: PreTrainedConfig) -> Plan:
+def plan_memory(config: CalibrateConfig, kind: Kind, target: PreTrainedConfig) -> memory_plan.Plan:
     """The memory of each device while the head's training data is captured, with a target of this config."""
-    device = planned_device()
+    device = memory_plan.planned_device()
     positions = min(config.seq_len + config.new_tokens, context_limit(target))  # of the longest text
-    storage = Storage.of(config.dtype, target, positions, device)
+    storage = memory_plan.Storage.of(config.dtype, target, positions, device)
     plugin = kind.load_plugin().read_with(config.reading)
-    parts = target_memory(target, storage, layers_read(config, kind))
-    parts += drafter_memory(kind, plugin, config.checkpoint, target, storage)
-    return Plan(parts, {"positions": positions, "dtype": dtype_name(config.dtype, target, device)})
+    parts = memory_plan.target_memory(target, storage, layers_read(config, kind))
+    parts += memory_plan.drafter_memory(kind, plugin, config.checkpoint, target, storage)
+    return memory_plan.Plan(
+        parts, {"positions": positions, "dtype": memory_plan.dtype_name(config.dtype, target, device)}
+    )

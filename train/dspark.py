@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from outrider.base.errors import UserError
+from outrider.base.errors import UserError, warn
 from outrider.draft_models.dflash import checkpoint as drafters
 from outrider.draft_models.dflash.model import DFlash
 from outrider.draft_models.dflash.packed import PackedBlocks, block_positions
@@ -77,11 +77,14 @@ def reading_of(config: DSparkConfig, stored: drafters.StoredBlock | None, target
         if {*reading.spans} != {(None, False)} or not reading.own_head:
             raise UserError(f"start={config.start}: only drafters are trained whose rows see each other and the whole "
                             "text, and that have a head")  # fmt: skip
+        if reading.confidence != "none":
+            warn(f"start={config.start}: its confidence head does not learn along; calibrate the result")
     else:
         mask = unused_token(target.tokenizer, target.config.vocab_size)
         config.require("target", mask < target.config.vocab_size, "a model with a token that no text has: the mask")
-        shape = {name: getattr(config, name) for name in ("taps", "layers", "block", "markov_rank", "intermediate")}
-        reading = new_reading(target.config, mask_token=mask, draft_vocabulary=config.draft_vocabulary, **shape)
+        shape = {name: getattr(config, name) for name in ("taps", "layers", "markov_rank", "intermediate")}
+        shape |= {"drafted": config.block, "draft_vocabulary": config.draft_vocabulary}
+        reading = new_reading(target.config, mask_token=mask, **shape)
         layers = target.config.num_hidden_layers
         config.require("taps", reading.taps[-1] <= layers, f"0 to {layers}, the target's layers")
     require_context(target.config, config.seq_len, config.decode_tokens)

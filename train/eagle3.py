@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
 from outrider.base.errors import UserError
-from outrider.base.settings import require_default
+from outrider.base.settings import require_defaults
 from outrider.draft_models.eagle3 import checkpoint as heads
 from outrider.draft_models.eagle3.dialects import require_expressible
 from outrider.draft_models.eagle3.model import Eagle3, Mask, Steps
@@ -113,8 +113,8 @@ def reading_of(config: Eagle3Config, stored_head: heads.StoredHead | None, targe
         raise UserError(f"start={config.start}: its layers see {list(reading.windows)} positions; only heads that see "
                         "all of them are trained here")  # fmt: skip
     if isinstance(reading, MtpReading):
-        for name in ("reading", "dialect"):
-            require_default(config, name, "an MTP head is written in the spelling in which it was read")
+        why = "an MTP head is written in the spelling in which it was read"
+        require_defaults(config, ("reading", "dialect"), why)
         has_matrix = config.train_head or reading.own_head
         config.require("train_head", has_matrix, "true, as the logits' matrix of this MTP head is the target's")
     else:

@@ -259,7 +259,9 @@ def make_evaluation(
     real decoding.
     """
     decoding = Decoding.of(target, heldout, config.decode_prompts, config.decode_tokens)
-    full_target = load_to_decode(target, student.stack.device) if decoding.texts else None
+    device = student.stack.device
+    dtype = frozen_dtype(config.frozen_dtype, device)
+    full_target = load_to_decode(target, dtype, device) if decoding.texts else None
     text = HeldOutText(heldout, config.eval_batch_rows, full_target, acceptances=not student.online)
 
     def evaluate(step: int) -> Metrics:

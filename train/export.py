@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from outrider.base.errors import UserError, require
 from outrider.base.files import require_writable, write_atomically
 from outrider.base.processes import from_main, join_processes, only_run_of
-from outrider.base.settings import require_default
+from outrider.base.settings import require_defaults
 from outrider.draft_models.card import CARD_FILE, LLAMA_CPP_DRAFT, PLAIN_ENGINES, describe_serving, write_card
 from outrider.draft_models.dflash.checkpoint import describe_use as describe_block
 from outrider.draft_models.dflash.checkpoint import open_drafter, require_vllm, save_drafter, vllm_method
@@ -84,8 +84,9 @@ def _export(config: ExportConfig, out_dir: Path) -> None:
     unread_options = {"reading", "dtype"} - {*options}
     if name == NGRAMS.name and config.target is None:
         unread_options.add("revision")  # of no target
-    for option in sorted(unread_options):
-        require_default(config, option, f"{config.checkpoint} holds {name}, which does not read it; leave it out")
+    require_defaults(
+        config, sorted(unread_options), f"{config.checkpoint} holds {name}, which does not read it; leave it out"
+    )
     summary = write(config, out_dir)
     weight_files = [*out_dir.glob("*.safetensors"), *out_dir.glob(GGUF_FILE)]
     megabytes = sum(file.stat().st_size for file in weight_files) / 1e6
@@ -121,9 +122,9 @@ def _block_kind(name: str) -> str | None:
     return name.upper() if name in QUANTISED else None
 
 
-def _require_blocks(config: ExportConfig, row_length: int) -> None:
-    expected = f"a dtype of floats: rows of {row_length} weights are no whole blocks of {BLOCK}"
-    require(config.dtype not in QUANTISED or row_length % BLOCK == 0, "dtype", config.dtype, expected)
+def _require_blocks(config: ExportConfig, row_width: int) -> None:
+    expected = f"a dtype of floats: rows of {row_width} weights are no whole blocks of {BLOCK}"
+    require(config.dtype not in QUANTISED or row_width % BLOCK == 0, "dtype", config.dtype, expected)
 
 
 def _write_lm(
@@ -160,8 +161,8 @@ def _export_early_exit(config: ExportConfig, out_dir: Path) -> str:
 
 
 def _export_small_lm(config: ExportConfig, out_dir: Path) -> str:
-    """Widen a draft vocabulary to the target's vocabulary, and pad an embedding of another size to the target's. Any
-    other model is written unchanged, only for engines with formats of their own."""
+    """Widen a draft vocabulary to the target's vocabulary, and pad an embedding of another size to the target's. All
+    other models are written unchanged, only for engines with formats of their own."""
     model_config = read_config(config.checkpoint, role=SMALL_LM.name)
     mask, pass_tokens = pass_tokens_of(model_config)
     draft_vocabulary = read_draft_vocabulary(config.checkpoint, None, model_config)

@@ -65,13 +65,13 @@ def finetune_drafter(config: FinetuneConfig) -> None:
         for whose, model in (("target", target.config), ("drafter", shape)):
             require_context(model, config.seq_len, config.decode_tokens, whose)
         parallel = choose_parallel(config, shape, target.tokenizer, target.config.vocab_size)
-        vocabulary = None if config.drafter.path is None else read_finished_vocabulary(config, target.config)
 
         rows = load_taught_rows(config, target, "train")
         heldout = load_taught_rows(config, target, "heldout", config.decode_prompts)
         decoding, tau_of = load_prompts(config, target, heldout, shape)
         target = target.resize(max(rows.largest_id, heldout.largest_id, shape.vocab_size - 1))
         shape = drafter_config(config.drafter, target.config, target.tokenizer)
+        vocabulary = None if config.drafter.path is None else read_finished_vocabulary(config, target.config)
         if vocabulary is None:
             always = [parallel.mask] if config.parallel else []
             tokens = run.from_main(lambda: pick_tokens(config.draft_vocabulary, target, rows, heldout, always))

@@ -31,7 +31,7 @@ from outrider.inference.measure.statistics import MIN_PROMPTS
 from outrider.inference.report.types import MethodReport, read_reports
 from outrider.train.auto_choice import heldout_share
 from outrider.train.parts.learning_curve import COVERED, Forecast, TrainedSize, forecast_tau
-from outrider.train.pipeline_run import check_steps, plan_steps, run_pipeline
+from outrider.train.pipeline_run import check_steps, plan_steps, require_one_process, run_pipeline
 from outrider.train.settings.forecast import FORECAST_FILE, FORECAST_KINDS, TRAININGS, ForecastConfig
 from outrider.train.settings.pipeline import MINUTES, PipelineConfig
 
@@ -82,9 +82,10 @@ def forecast(config: ForecastConfig) -> None:
 
     Raises `UserError`, before anything is trained, for inputs that a step could not use.
     """
+    require_one_process("forecast")
     folder = require_writable(config.out_dir)
     with only_run(folder, "a forecast"):
-        require_free(folder, config.leaves, config.resume)
+        require_free(folder, config.run_files, config.resume)
         records, shares = count_records(config), [*config.shares, *([1.0] if config.outcome else [])]
         pipelines = [pipeline_of(config, share, records) for share in shares]
         plans = [plan_steps(pipeline, config_for) for pipeline in pipelines]
@@ -126,9 +127,13 @@ def pipeline_of(config: ForecastConfig, share: float, records: int) -> PipelineC
         step, _ = FORECAST_KINDS[kind]
         step_options[step] = experiment.steps[step] | data | (limit if "fit.epochs" in experiment.steps[step] else {})
     methods = [FORECAST_KINDS[kind][1] for kind in config.kinds]
-    report: dict[str, object] = {"prompts": config.prompts, "method": methods}
-    report |= {"num_prompts": config.num_prompts, "max_new_tokens": config.max_new_tokens, "dtype": config.dtype}
-    step_options["report"] = report | {"compare_transformers": False} | template
+    report_options: dict[str, object] = {"prompts": config.prompts, "method": methods}
+    report_options |= {
+        "num_prompts": config.num_prompts,
+        "max_new_tokens": config.max_new_tokens,
+        "dtype": config.dtype,
+    }
+    step_options["report"] = report_options | {"compare_transformers": False} | template
     out_dir = str(Path(config.out_dir, TRAININGS, f"share_{share:.4g}"))
     return PipelineConfig(steps=step_options, target=config.target, out_dir=out_dir, resume=True)
 

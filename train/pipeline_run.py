@@ -161,7 +161,7 @@ def run_pipeline(config: PipelineConfig, steps: Sequence[Step], limit: TimeLimit
     with only_run(out_dir, "the products of a pipeline"):
         if starts_over:
             clear(out_dir)
-        require_free(out_dir, config.leaves, config.resume)
+        require_free(out_dir, config.run_files, config.resume)
         (out_dir / LOGS).mkdir(exist_ok=True)
         records = read_records(steps)
         if limit is not None:

@@ -59,6 +59,7 @@ from outrider.inference.settings.kinds import DFLASH, EAGLE3, EARLY_EXIT, MTP, N
 from outrider.inference.settings.method import MethodConfig, preset
 from outrider.train import steps
 from outrider.train.auto_choice import heldout_share
+from outrider.train.pipeline_run import require_one_process
 from outrider.train.settings.auto import TRAINABLE
 from outrider.train.settings.pipeline import LOGS, STEPS, StepCommand
 from outrider.train.settings.refit import RefitConfig
@@ -121,6 +122,7 @@ class Comparison:
 
 def refit(config: RefitConfig) -> None:
     """Make a version, go on with a stopped one, or go back. Raises `UserError`, for bad input before it trains."""
+    require_one_process("refit")
     out_dir = require_writable(config.out_dir)
     with only_run(out_dir, "the versions of a drafter"):
         if config.back:
@@ -250,7 +252,7 @@ def plan_training(
     by_tokenizer = kind == NGRAMS or not target.is_seen
     options |= {"tokenizer" if by_tokenizer else "target": target.source, "revision": config.revision}
     if kind == NGRAMS:
-        options |= add_counts(TrigramTable.open(start), start)
+        options |= merge_options(TrigramTable.open(start), start)
     else:
         record = kind.load_plugin().training_record(start).settings
         names = [*_CONTINUED, *(_CONTINUED_OF_HEADS if kind in (EAGLE3, DFLASH) else ())]
@@ -269,7 +271,7 @@ def plan_training(
     return steps.Step(DRAFTER, command.script, words, settings, product, words, [])
 
 
-def add_counts(table: TrigramTable, folder: str) -> dict[str, object]:
+def merge_options(table: TrigramTable, folder: str) -> dict[str, object]:
     """Options by which the counts of the table in `folder` are added to the traffic's, of which rare n-grams stay."""
     first, *_ = table.facts.get("merged") or [table.facts]
     sizes = {"max_successors": first.get("max_successors"), "max_mb": table.facts.get("max_mb"), "min_count": 1}
@@ -312,7 +314,8 @@ def open_drafters(
 
     Raises `UserError` for answers to fewer than `MIN_PROMPTS` first turns.
     """
-    answers, kind = [*read_answers(folder, version, target)], version.kind
+    counts, kind = Counts(), version.kind
+    answers = [*read_answers(folder, version, target, counts)]
     target = target.resize(max((max(answer.prompt + answer.ids) for answer in answers), default=0))
     plugin, dtype = kind.load_plugin(), pick_dtype("auto", target.config, device)
     methods = {kind.name: method_of(version)}
@@ -322,6 +325,7 @@ def open_drafters(
     answers = [answer for answer in answers if len(answer.prompt + answer.ids) <= min(limits)]
     if (count := len({answer.first_turn for answer in answers})) < MIN_PROMPTS:
         expected = f"{MIN_PROMPTS} or more, with answers of two tokens or more"
+        expected += f"; left out {counts['refused']}: {counts.first}" if counts["refused"] else ""
         raise UserError(f"logs: {count} held-out first turns fit the context: expected {expected}")
     return answers, target, drafters
 
@@ -343,12 +347,12 @@ def open_session(
     return partial(RecordedSession, vocabulary=target.config.vocab_size, device=device)
 
 
-def read_answers(folder: Path, version: Version, target: OpenTarget) -> Iterator[Answer]:
-    """The held-out answers of two tokens or more."""
+def read_answers(folder: Path, version: Version, target: OpenTarget, counts: Counts) -> Iterator[Answer]:
+    """The held-out answers of two tokens or more. counts: of what the template cannot write."""
     tokenizer = bind_arguments(target.tokenizer, version.arguments, version.template)
     data = DataConfig(source="local", path=str(folder / NEWEST), heldout_fraction=0.0)
     for record in read_records(data, "train"):
-        for ids, supervised, _ in encode([record], tokenizer, version.template, Counts()):
+        for ids, supervised, _ in encode([record], tokenizer, version.template, counts):
             edges = np.flatnonzero(np.diff(supervised, prepend=False, append=False))  # begin and end of each answer
             for begin, end in edges.reshape(-1, 2).tolist():
                 start = max(1, begin)  # of a text that is learned as a whole

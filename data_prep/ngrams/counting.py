@@ -25,18 +25,10 @@ import numpy as np
 
 from outrider.base.compiled import compile_function
 from outrider.base.errors import require
+from outrider.base.files import reserve_space
 from outrider.base.progress import Stage
 from outrider.data_prep.ngrams.token_shards import Shards, read_token_shard
-from outrider.draft_models.ngrams.kernels import (
-    Grams,
-    Grouped,
-    count_frequent,
-    group_contexts,
-    merge_all,
-    mix,
-    token_bits,
-    token_type,
-)
+from outrider.draft_models.ngrams import kernels
 from outrider.draft_models.ngrams.suffixes import sort_suffixes
 from outrider.draft_models.ngrams.table import Level, TrigramTable, level_bytes, level_types, make_level
 
@@ -56,7 +48,7 @@ class Runs(NamedTuple):
     the array of tokens is empty; else 0.
     """
 
-    grams: Grams
+    grams: kernels.Grams
     bounds: np.ndarray
     packed_bits: int
 
@@ -70,7 +62,7 @@ def count_order(
     """
     runs = count_runs(shards, order, vocabulary, memory, folder / "runs")
     sums = _merge_runs(runs, memory, f"merging order {order}")
-    grouped = (group_contexts(*grams, min_count, max_successors or vocabulary) for grams in sums)
+    grouped = (kernels.group_contexts(*grams, min_count, max_successors or vocabulary) for grams in sums)
     level = write_level(grouped, order, vocabulary, folder)
     shutil.rmtree(folder / "runs")
     return level
@@ -79,12 +71,15 @@ def count_order(
 def write_level(parts: Iterable[Sequence[np.ndarray]], order: int, vocabulary: int, folder: Path) -> Level:
     """The level of parts of `Grouped` by ascending keys; its arrays are mapped from files in `folder`."""
     u4, u8 = np.dtype(np.uint32), np.dtype(np.uint64)
-    types: dict[str, np.dtype] = dict(zip(Grouped._fields, (u8, u4, u4, token_type(vocabulary), u4), strict=True))
-    grouped = Grouped(**_write_arrays(folder, types, (Grouped(*part)._asdict() for part in parts)))
+    types: dict[str, np.dtype] = {"keys": u8, "lengths": u4, "totals": u4}  # the fields of `Grouped`
+    types |= {"tokens": kernels.token_type(vocabulary), "counts": u4}
+    grouped = kernels.Grouped(**_write_arrays(folder, types, (kernels.Grouped(*part)._asdict() for part in parts)))
     contexts = len(grouped.keys)
     require(contexts < 2**32, "orders", contexts, f"fewer than 2^32 contexts of order {order}; raise min_count")
     kind, size = level_types(order, vocabulary, contexts, len(grouped.tokens))["starts"]
-    return make_level(order, vocabulary, grouped, np.memmap(folder / "starts", kind, "w+", shape=(size,)))
+    with open(folder / "starts", "wb") as file:  # writing to a mapped file on a full disk would kill the process
+        reserve_space(file, size * kind.itemsize)
+    return make_level(order, vocabulary, grouped, np.memmap(folder / "starts", kind, "r+", shape=(size,)))
 
 
 def _write_arrays(
@@ -106,7 +101,7 @@ def _map_array(file: Path, dtype: np.dtype) -> np.ndarray:
 
 def count_runs(shards: Shards, order: int, vocabulary: int, memory: int, folder: Path) -> Runs:
     """The counted blocks of all n-grams, mapped from files in `folder`; memory: bytes for a block."""
-    bits = token_bits(vocabulary)
+    bits = kernels.token_bits(vocabulary)
     key_bits = (order - 1) * bits
     narrow = order * bits <= 64
     capacity = min(memory // (_NARROW_BYTES if narrow else _WIDE_BYTES), _LARGEST_BLOCK)  # n-grams of a block
@@ -127,7 +122,7 @@ def count_runs(shards: Shards, order: int, vocabulary: int, memory: int, folder:
     u4, u8 = np.dtype(np.uint32), np.dtype(np.uint64)
     types: dict[str, np.dtype] = {"keys": u8, "tokens": u4, "counts": u4}
     with Stage(f"counting order {order}", shards.tokens, "tokens") as progress:
-        stored = Grams(**_write_arrays(folder, types, count_blocks(progress)))
+        stored = kernels.Grams(**_write_arrays(folder, types, count_blocks(progress)))
     return Runs(stored, np.concatenate(bounds), bits if narrow else 0)
 
 
@@ -188,7 +183,7 @@ def _fill_grams(ids, lengths, order, bits, narrow, keys, tokens):
         for i in range(begin, begin + np.int64(length)):
             token = np.uint64(ids[i])
             if i - begin >= order - 1:
-                key = mix(packed, key_bits)
+                key = kernels.mix(packed, key_bits)
                 if narrow:
                     keys[out] = (key << np.uint64(bits)) | token
                 else:
@@ -198,7 +193,7 @@ def _fill_grams(ids, lengths, order, bits, narrow, keys, tokens):
         begin += np.int64(length)
 
 
-def _aggregate(keys: np.ndarray, tokens: np.ndarray, bits: int, narrow: bool) -> Grams:
+def _aggregate(keys: np.ndarray, tokens: np.ndarray, bits: int, narrow: bool) -> kernels.Grams:
     """Sort and count a block; reorders its arrays.
 
     If key and token do not fit into 64 bits, the key's rank in the block replaces it while sorting.
@@ -207,14 +202,14 @@ def _aggregate(keys: np.ndarray, tokens: np.ndarray, bits: int, narrow: bool) ->
         keys.sort()
         distinct_count, counts = _run_lengths(keys)
         distinct = keys[:distinct_count]
-        return Grams(distinct >> np.uint64(bits), _low_tokens(distinct, bits), counts)
+        return kernels.Grams(distinct >> np.uint64(bits), _low_tokens(distinct, bits), counts)
     contexts, key_ranks = np.unique(keys, return_inverse=True)
     packed_grams = (key_ranks.astype(np.uint64) << np.uint64(bits)) | tokens
     del key_ranks
     packed_grams.sort()
     distinct_count, counts = _run_lengths(packed_grams)
     distinct = packed_grams[:distinct_count]
-    return Grams(contexts[distinct >> np.uint64(bits)], _low_tokens(distinct, bits), counts)
+    return kernels.Grams(contexts[distinct >> np.uint64(bits)], _low_tokens(distinct, bits), counts)
 
 
 def _low_tokens(values: np.ndarray, bits: int) -> np.ndarray:
@@ -239,7 +234,7 @@ def _run_lengths(values: np.ndarray) -> tuple[int, np.ndarray]:
     return distinct_count, counts
 
 
-def _merge_runs(runs: Runs, memory: int, title: str) -> Iterator[Grams]:
+def _merge_runs(runs: Runs, memory: int, title: str) -> Iterator[kernels.Grams]:
     """The sum of all runs, one range of keys after another."""
     partition_sizes = np.diff(runs.bounds, axis=1).sum(axis=0)
     with Stage(title, int(partition_sizes.sum()), "n-grams") as progress:
@@ -247,11 +242,11 @@ def _merge_runs(runs: Runs, memory: int, title: str) -> Iterator[Grams]:
             slices = ([np.array(array[row[begin] : row[end]]) for array in runs.grams] for row in runs.bounds)
             bits = runs.packed_bits
             parts = [
-                Grams(keys >> np.uint64(bits), _low_tokens(keys, bits) if bits else tokens, counts)
+                kernels.Grams(keys >> np.uint64(bits), _low_tokens(keys, bits) if bits else tokens, counts)
                 for keys, tokens, counts in slices
             ]
             if parts:  # else no document is long enough for an n-gram
-                yield merge_all(parts)
+                yield kernels.merge_all(parts)
             progress.advance(int(partition_sizes[begin:end].sum()))
 
 
@@ -291,7 +286,7 @@ def merge_tables(
 
 def merge_level(
     levels: Sequence[Level], vocabulary: int, min_count: int, max_successors: int | None, memory: int
-) -> Iterator[Grouped]:
+) -> Iterator[kernels.Grouped]:
     """The contexts of all `levels` of one order, by ascending keys, in parts; counts and totals are summed.
 
     N-grams with fewer than `min_count` occurrences over all levels are dropped. Of each context only the
@@ -304,8 +299,8 @@ def merge_level(
     partition_rows = sum(np.diff(level.starts[cut].astype(np.int64)) for level, cut in zip(levels, cuts, strict=True))
     for begin, end in group_partitions(partition_rows, min(memory // _ROW_BYTES, _LARGEST_RANGE)):
         parts = [_slice_level(level, cut[begin], cut[end]) for level, cut in zip(levels, cuts, strict=True)]
-        grams = merge_all([part.grams() for part in parts])
-        grouped = Grouped(*group_contexts(*grams, min_count, max_successors or vocabulary))
+        grams = kernels.merge_all([part.grams() for part in parts])
+        grouped = kernels.Grouped(*kernels.group_contexts(*grams, min_count, max_successors or vocabulary))
         yield grouped._replace(totals=_sum_totals(parts, grouped.keys))
 
 
@@ -334,7 +329,9 @@ def smallest_min_count(table: TrigramTable, megabytes: float) -> int:
     """
 
     def fits(count: int) -> bool:
-        sizes = {order: count_frequent(level.starts, level.counts, count) for order, level in table.levels.items()}
+        sizes = {
+            order: kernels.count_frequent(level.starts, level.counts, count) for order, level in table.levels.items()
+        }
         return sum(level_bytes(order, table.vocabulary, *size) for order, size in sizes.items()) <= megabytes * 10**6
 
     largest_count = max(int(level.counts.max(initial=0)) for level in table.levels.values())

@@ -8,10 +8,12 @@ import glob
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import lzma
 import os
 import re
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -104,13 +106,15 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, object]]:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, object]]:
-    content = _read_text(path)
+    lines = ((number, line) for number, line in enumerate(_read_lines(path, _LONGEST), 1) if line.strip())
+    (number, first), second = next(lines, (1, b"")), next(lines, None)
+    if second is not None and _is_record(_decode_line(first, path, number)):
+        yield from _jsonl_rows(path)
+        return
+    del first, second, lines
     try:
-        value = parse_json(content)
+        value = parse_json(_read_text(path))
     except UserError as error:
-        if len(content.strip().splitlines()) > 1 and _is_record(content.strip().splitlines()[0]):
-            yield from _jsonl_rows(path)
-            return
         line = f":{error.__cause__.lineno}" if isinstance(error.__cause__, json.JSONDecodeError) else ""
         raise UserError(f"{path}{line}: {error}") from None
     yield from enumerate(value if isinstance(value, list) else [value], 1)
@@ -214,10 +218,13 @@ def _read_lines(path: Path, most: int, *, in_total: bool = False) -> Iterator[by
             file.read(len(mark))
             encoding, bytes_read = _MARKS.get(mark), 0
             lines = io.TextIOWrapper(file, encoding, newline="\n") if encoding else file
-            while line := lines.readline(most + 1):
+            for number in itertools.count(1):
+                if not (line := lines.readline(most + 1)):
+                    break
                 bytes_read = len(line) + bytes_read * in_total
                 if bytes_read > most:
-                    raise UserError(f"{path}: a line, or a text, of more than {most} bytes: expected no more; split it")
+                    what = f"{path}: a text" if in_total else f"{path}:{number}: a line"
+                    raise UserError(f"{what} of more than {most} bytes: expected no more; split it")
                 yield line.encode() if isinstance(line, str) else line
     except (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeError) as error:
         raise _read_error(path, error) from error
@@ -257,12 +264,22 @@ def _is_record(line: str) -> bool:
 
 
 def file_digest(path: Path) -> bytes:
-    """The sha256 of its bytes."""
+    """The sha256 of its bytes, which are read once while the file does not change."""
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").digest()
+        state = path.stat()
+        read = _digest_file if time.time_ns() - state.st_mtime_ns > _SETTLED else _digest_file.__wrapped__
+        return read(path, state.st_size, state.st_mtime_ns)
     except OSError as error:
         raise _read_error(path, error) from error
+
+
+_SETTLED = 10**9  # nanoseconds since a change: the time of a file moves in steps of milliseconds
+
+
+@functools.cache
+def _digest_file(path: Path, size: int, modified: int) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
 
 
 def _read_error(path: Path, error: Exception) -> UserError:

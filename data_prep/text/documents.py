@@ -164,7 +164,7 @@ def _encode_answers(
     texts = list[TokenisedText]()
     for answer, (prompt, separate_ids) in zip(answers, encoded, strict=True):
         prompt = prompt if template == "tokenizer" else prepend_bos(prompt, tokenizer)  # a chat template writes BOS
-        prompt = replace_prefix(prompt, [text.ids for text in texts], tokenizer)
+        prompt = replace_prefix(prompt, [text.ids for text in texts], tokenizer)  # earlier answers keep their ids
         ids = _answer_ids(prompt, answer.text, separate_ids, tokenizer)
         if not ids:
             name = tokenizer_name(tokenizer)
@@ -173,7 +173,7 @@ def _encode_answers(
     if texts:
         texts[-1].ids.extend(tokenize(tokenizer, [answers[-1].after])["input_ids"][0])
     documents = [_to_document(text, indivisible=True) for text in texts if text.answers]
-    unsupervised = Document(np.zeros(1, np.int64), np.zeros(1, bool), indivisible=True)  # counted as such
+    unsupervised = Document(np.zeros(1, np.int64), np.zeros(1, bool), indivisible=True)  # rows.py drops and counts it
     return documents or [unsupervised]
 
 
@@ -270,7 +270,7 @@ def _render_or_empty(render: Render, messages: list[Message]) -> str:
 
 
 def _cut_at_end(answer: str, continuation: str, added: tuple[str, ...], closes: bool) -> str:
-    """An answer up to the added token that ends it: the last one that stays where the conversation goes on.
+    """An answer up to the added token that ends it: the last that stays where the conversation goes on, else all.
 
     continuation: the same text where another turn follows. closes: see `_closes_answers`; if false, the mark of the
     next turn ends the answer. Two examples, whose added tokens are <end>, <eos> and <user>:

@@ -77,7 +77,7 @@ def to_prompt(raw: object, where: str, number: int, counts: Counts | None = None
             raise SkipRecordError("malformed", why)
         return Prompt(identity, category or column_kind, turns, False)
     if turns:
-        talk = messages.to_messages(raw, messages.turns_of(turns[:1]))
+        talk = messages.to_messages(raw, messages.turns_of(turns[:1]))  # adds system and history; turns[1:] come later
         read_columns = {column, *(("input", "context") if column == "instruction" else ()), "history", "tools"}
         counts.note(unread_columns(raw, {*read_columns, *_ANSWERS, *messages.SYSTEM}, turns), where)
     else:

@@ -86,9 +86,10 @@ def split_prompts(
 ) -> dict[Split, list[Prompt]]:
     """The prompts for training and those held out, without duplicates; equal first turns are on the same side.
 
-    The held-out prompts are evenly spread. by_hash: a hash of the first turn orders all prompts and chooses those held
-    out, so most prompts stay on their side when others are added. It is not that of `is_heldout`, by which a training
-    holds out a part of the answers to the rest. Raises `UserError` naming `where` for too few.
+    The held-out prompts are evenly spread. by_hash: of equal first turns only the first prompt is kept, and a hash of
+    the first turn orders all prompts and chooses those held out, so most stay on their side when others are added. It
+    is not that of `is_heldout`, by which a training holds out a part of the answers to the rest. Raises `UserError`
+    naming `where` for too few.
     """
     groups: dict[str, list[Prompt]] = {}
     for prompt in {(prompt.system, prompt.turns): prompt for prompt in prompts}.values():

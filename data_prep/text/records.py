@@ -155,9 +155,9 @@ def warn_of_unused(counts: Mapping[str, int], first: str) -> None:
 
 
 def find_layout(record: object, layout: str, column: str | None, where: str) -> FileLayout:
-    """The layout of a file; `layout` auto: by the columns and values of its first record.
+    """The layout of a file; `layout` auto: by the columns and values of its first record that has some.
 
-    Raises `UserError` naming `where` and the columns present if none fits.
+    Raises `UserError` naming `where` and the columns present if none fits, `SkipRecordError` for an empty record.
     """
     if layout != "auto":
         return FileLayout(layout, column or _COLUMNS[layout])
@@ -170,6 +170,9 @@ def find_layout(record: object, layout: str, column: str | None, where: str) -> 
         return turns
     column = column or _first_column(raw, tuple(_TEXT_COLUMNS))
     name = column and _layout_of_value(_value_of(raw, column), column)
+    empty = column or _first_column(raw, _CHAT_COLUMNS)
+    if empty and (raw.get(empty) in (None, "") if empty in _TEXT_COLUMNS else is_empty(raw.get(empty))):
+        raise SkipRecordError("empty", f"column {empty!r} is empty")
     if not column or not name:
         remedy = "name it with layout= and column="
         raise UserError(f"{where}: cannot tell the layout from columns {_columns(raw)}; {remedy}")
@@ -274,6 +277,7 @@ def alpaca_instruction(raw: Raw) -> str:
     return "\n\n".join(str(raw[name]) for name in _ALPACA if raw.get(name) not in (None, ""))
 
 
+_KEY_LENGTH = 2**20  # characters that tell texts apart: a normalised text takes 16 times its memory
 HELDOUT_BY = "first turn"  # recorded with a run, since `split_key` decides its held-out records
 
 
@@ -285,8 +289,9 @@ def split_key(record: Record) -> str:
 
 
 def turn_key(text: str) -> str:
-    """A turn or a text, normalised: white space, capitals, and Unicode's composed characters make no difference."""
-    return " ".join(unicodedata.normalize("NFKC", text).split()).casefold()
+    """A turn or a text, of which `_KEY_LENGTH` characters count, normalised: white space, capitals, and Unicode's
+    composed characters make no difference."""
+    return " ".join(unicodedata.normalize("NFKC", text[:_KEY_LENGTH]).split()).casefold()
 
 
 def learned_answers(messages: Sequence[Message]) -> list[Message]:

@@ -29,7 +29,7 @@ from outrider.data_prep.text.sources import Split, content_digest, read_records
 from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.vocabulary import KWARGS, bind_arguments, clock_of, rows_of, tokenizer_digest
 
-FORMAT = 5  # part of every cache key: increment it when rows of the same input change
+FORMAT = 6  # part of every cache key: increment it when rows of the same input change
 # Options that select the content, whose digest is part of the key, or stand in the chat template.
 _IN_THE_CONTENT = {"packages", "path", "subset", "data_dir", "revision", "split", "streaming", "mix", KWARGS}
 _RECORDS_A_BATCH, _CHARACTERS_A_BATCH = 256, 2**22
@@ -312,7 +312,7 @@ def _cached_rows(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len
         "tokenizer": [tokenizer_digest(tokenizer), tokenizer.chat_template, *filter(None, [clock_of(tokenizer)])],
         "seq_len": seq_len,
         "split": split,
-        "embedding_rows": rows_of(tokenizer),  # which decides what is left out
+        "embedding_rows": rows_of(tokenizer),  # a record with an id beyond them is left out
     }
     key = digest_of(parts)
     folder = config.cache / "rows" / key[:32]

@@ -95,8 +95,7 @@ class SourceConfig(Settings):
     share: Annotated[float, Gt(0), Le(1)] = 1.0
     """read only this share of the records, chosen by a hash of what the split goes by"""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
         paths = () if self.path is None else (self.path,) if isinstance(self.path, str) else self.path
         are_texts = isinstance(paths, list | tuple) and all(isinstance(path, str) and path for path in paths)
         self.require("path", are_texts, "a string or a list of strings")
@@ -110,10 +109,10 @@ class SourceConfig(Settings):
         no_column = self.layout != "prompts" or self.column is None
         self.require("column", no_column, "null with layout=prompts: there the column names decide")
 
-    def require_paths(self, checks: Callable[[str], bool], path: str = "") -> None:
+    def require_paths(self, is_checked: Callable[[str], bool], path: str = "") -> None:
         """As for all settings; `path` may also be a pattern. One of the files must have a record."""
-        super().require_paths(checks, path)
-        if self.source != "local" or not checks(f"{path}.path"):
+        super().require_paths(is_checked, path)
+        if self.source != "local" or not is_checked(f"{path}.path"):
             return
         for pattern in self.path:
             require(bool(match_paths(pattern)), f"{path}.path", pattern, "files that are there")
@@ -128,8 +127,7 @@ class MixPart(SourceConfig):
     weight: Annotated[float, Ge(0)] = 1.0
     """its share of the supervised tokens, relative to the others'; 0 leaves it out"""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
         self.require("source", self.source != "mix", "a source that is not a mix itself")
 
 
@@ -143,8 +141,7 @@ class DataConfig(SourceConfig):
     """share of the records kept out of training, chosen by a hash of the user's first turn or the text"""
     cache_dir: str | None = free(None, "where tokenised rows are kept; None: `user_cache()`")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
         if self.source == "mix":
             weights = {name: part.weight for name, part in self.mix.items()}
             require(any(weights.values()), "mix", weights, "at least one source with a weight above 0")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from outrider.base.errors import UserError, reason
+from outrider.base.progress import track_progress
 from outrider.data_prep.text.data_files import drop_absent, file_digest, read_file, resolve_paths, text_rows
 from outrider.data_prep.text.messages import SkipRecordError
 from outrider.data_prep.text.prompt_records import asks_answer, is_prompt_record, prompt_as_record, to_prompt
@@ -56,8 +57,8 @@ def read_records(
             count += 1
             identity = f"{name}:{number}" if number else name
             try:
-                has_ids = isinstance(raw, dict) and "written" in raw and layout is not None and layout.column not in raw
-                if (layout is None and (config.layout == "prompts" or not isinstance(raw, str))) or has_ids:
+                is_switch = isinstance(raw, dict) and "written" in raw and layout and layout.column not in raw
+                if (layout is None and (config.layout == "prompts" or not isinstance(raw, str))) or is_switch:
                     layout = _choose_layout(raw, config, asking, identity)
                     if config.layout == "auto" and layout not in detected:
                         detected.add(layout)
@@ -69,7 +70,7 @@ def read_records(
                     counts["records"] += 1
                     yield record
             except SkipRecordError as skipped:
-                if is_heldout(identity, config.heldout_fraction) == (split == "heldout"):
+                if is_heldout(identity, config.heldout_fraction) == (split == "heldout"):  # count it in one split only
                     counts.refuse(skipped.reason, f"{identity}: {skipped}")
 
 
@@ -94,7 +95,7 @@ def content_digest(config: DataConfig) -> str:
     if config.source == "hub":
         digest.update(json.dumps([config.path, config.subset, config.data_dir, config.revision, config.split]).encode())
     elif config.source == "local":
-        for path in resolve_paths(config.path):
+        for path in track_progress(resolve_paths(config.path), "hashing the data", "files"):
             digest.update(path.suffix.lower().encode() + file_digest(path))
     else:
         for name, path in python_files(config.packages):

@@ -14,7 +14,7 @@ from outrider.data_prep.text.records import Counts, find_layout, learned_answers
 
 
 class Conversation(NamedTuple):
-    """A record of a log as trainings read it. first_turn: normalised."""
+    """A log's record as trainings read it: a conversation, or a text that a target continued. first_turn: normal."""
 
     first_turn: str
     raw: Raw

@@ -13,15 +13,7 @@ from outrider.draft_models.dflash.dialects import config_of, dialect_of, local_n
 from outrider.draft_models.dflash.model import DFlash
 from outrider.draft_models.dflash.reading import BlockReading
 from outrider.draft_models.formats.stored_tensors import CONFIG_FILE, SAFETENSORS
-from outrider.draft_models.heads.files import (
-    DRAFT_TOKENS,
-    StoredDrafter,
-    map_tensors,
-    module_shapes,
-    open_files,
-    require_shapes,
-    written_facts,
-)
+from outrider.draft_models.heads import files
 from outrider.draft_models.heads.initial import initial_weights
 from outrider.draft_models.heads.sizes import AS_DECLARED, apply_changes, require_fitting_target
 from outrider.draft_models.targets.settings import DFLASH, ReadingChanges
@@ -32,7 +24,7 @@ MASK_FILE = "mask_embedding.pt"
 TRAINING_FILE = "dflash.json"  # written next to the weights, last, by training in this toolkit
 
 
-class StoredBlock(StoredDrafter[DFlash]):
+class StoredBlock(files.StoredDrafter[DFlash]):
     """A block drafter on disk."""
 
     reading: BlockReading
@@ -45,7 +37,7 @@ def open_drafter(source: str, target: PreTrainedConfig, changes: ReadingChanges 
     changes: overrides of the declared reading. Raises `UserError` if it is none, is for another target, or its tensors
     do not match its config.
     """
-    stored = open_files(DFLASH, source, "a DFlash or DSpark drafter", local_name)
+    stored = files.open_files(DFLASH, source, "a DFlash or DSpark drafter", local_name)
     if find_file(source, MASK_FILE, None) is not None:
         raise UserError(f"{stored.where}: {MASK_FILE}: expected the mask in the embedding, as mask_token_id")
     try:
@@ -55,7 +47,7 @@ def open_drafter(source: str, target: PreTrainedConfig, changes: ReadingChanges 
         raise UserError(f"{stored.where}: {error}; fetch the drafter again, or correct it") from None
     reading = apply_changes(declared, changes, target)
     require_fitting_target(reading, target, stored.where)
-    require_shapes(declared, module_shapes(DFlash, declared), stored)
+    files.require_shapes(declared, files.module_shapes(DFlash, declared), stored)
     return StoredBlock(**vars(stored), dialect=dialect, reading=reading)
 
 
@@ -95,7 +87,7 @@ evaluate-checkpoint target={target:option} dflash={path:option}
 
 def new_drafter(reading: BlockReading, stack: LayerStack, tokens: Tensor | None, seed: int) -> DFlash:
     """The drafter before training (see `initial_weights`). Its Markov head begins without a bias."""
-    weights = initial_weights(reading, module_shapes(DFlash, reading), stack, tokens, seed)
+    weights = initial_weights(reading, files.module_shapes(DFlash, reading), stack, tokens, seed)
     if reading.markov_rank:
         weights["markov_head.markov_w2.weight"].zero_()
     return DFlash(reading, all_tokens=tokens is None).with_weights(weights)
@@ -104,13 +96,13 @@ def new_drafter(reading: BlockReading, stack: LayerStack, tokens: Tensor | None,
 def save_drafter(path: Path, drafter: DFlash, target: PreTrainedConfig, *, made_here: bool = True) -> None:
     """Write `drafter` to directory `path` in z-lab's layout, which vLLM loads too: config.json and model.safetensors.
 
-    target: config of its target. made_here: as `HeadFiles.made_here`. Raises `UserError` naming what the layout lacks.
+    target: config of its target. made_here: whether Outrider trained it. Raises `UserError` naming what it lacks.
     """
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
-    if (ids := tensors.pop(DRAFT_TOKENS, None)) is not None:
-        tensors |= map_tensors(ids, drafter.reading.vocabulary)
+    if (ids := tensors.pop(files.DRAFT_TOKENS, None)) is not None:
+        tensors |= files.map_tensors(ids, drafter.reading.vocabulary)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    config = config_of(drafter.reading, shapes, target) | written_facts(drafter.dtype, made_here=made_here)
+    config = config_of(drafter.reading, shapes, target) | files.written_facts(drafter.dtype, made_here=made_here)
     require_writable(path)
     write_atomically(path / SAFETENSORS.single, save(tensors, metadata={"format": "pt"}))
     write_json(path / CONFIG_FILE, config)

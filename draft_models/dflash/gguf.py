@@ -31,8 +31,8 @@ def write_gguf_drafter(
     """Write `drafter`, for a target of config `target` and with its `tokenizer`, as `write_gguf` writes a model.
 
     Facts of llama.cpp's src/models/dflash.cpp and conversion/qwen.py (2026-10): layers are Qwen3's; target_layers are
-    boundaries; d2t has ids; the mask is a token of the tokenizer; a Markov head makes it DSpark, whose rows predict the
-    token after theirs. Raises `UserError` for what that cannot express.
+    taps (i: the input of layer i); d2t has target ids, not offsets; the mask is a token of the tokenizer; a Markov head
+    makes it DSpark, whose rows predict the token after theirs. Raises `UserError` for what that cannot express.
     """
     reading = drafter.reading
     readable = {

@@ -123,7 +123,7 @@ class DFlash(DraftHead):
         self.shared_head: list[nn.Module] = []
 
     @property
-    def norm_weight(self) -> Tensor:
+    def unpacked_weight(self) -> Tensor:
         return self.hidden_norm.weight
 
     def use_head(self, head: nn.Module) -> None:

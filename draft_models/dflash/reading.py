@@ -26,8 +26,7 @@ class BlockReading(HeadSizes):
     markov_rank: Annotated[int, Ge(0)] = 0  # of the logits' bias by the token before (DSpark); 0: none
     confidence: Literal["none", "hidden", "markov"] = "none"  # what the confidence head reads; markov: also that token
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
         self.require("mask_token", self.mask_token < self.vocabulary, f"below vocabulary={self.vocabulary}")
         self.require("confidence", self.confidence != "markov" or self.markov_rank > 0, "hidden without a Markov head")
         expected = f"{self.vocabulary} with the target's head"
@@ -49,19 +48,19 @@ def new_reading(
     *,
     taps: tuple[int, ...],
     layers: int,
-    block: int,
+    drafted: int,
     mask_token: int,
     markov_rank: int,
     draft_vocabulary: int | None,
     intermediate: int | None,
 ) -> BlockReading:
-    """The reading of a drafter of `block` tokens to be trained for `target`, a config (see `sizes_for`), as vLLM and
-    llama.cpp load it: DSpark, or DFlash if `markov_rank` is 0. Raises `UserError` for impossible values."""
+    """The reading of a drafter of `drafted` tokens to be trained for `target`, a config (see `sizes_for`), as vLLM
+    and llama.cpp load it: DSpark, or DFlash if `markov_rank` is 0. Raises `UserError` for impossible values."""
     is_dspark = markov_rank > 0
     return BlockReading(
         **sizes_for(target, taps, layers, draft_vocabulary, intermediate),
         head_norms=True,
-        block=block if is_dspark else block + 1,
+        block=drafted if is_dspark else drafted + 1,
         mask_token=mask_token,
         sample_from_anchor=is_dspark,
         causal=False,

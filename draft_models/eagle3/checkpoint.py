@@ -15,32 +15,15 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from outrider.base.errors import UserError
 from outrider.base.files import require_writable, write_atomically, write_json
 from outrider.draft_models.card import describe_serving
-from outrider.draft_models.eagle3.dialects import (
-    FIRST_LAYER,
-    MIDLAYER,
-    config_in_dialect,
-    dialect_of,
-    local_name,
-    read_config,
-    require_expressible,
-)
+from outrider.draft_models.eagle3 import dialects
 from outrider.draft_models.eagle3.model import Eagle3
 from outrider.draft_models.eagle3.reading import Reading
 from outrider.draft_models.formats.gguf_file import MetadataValue
 from outrider.draft_models.formats.gguf_model import tensor_names
 from outrider.draft_models.formats.gguf_write import require_gguf, write_file
 from outrider.draft_models.formats.stored_tensors import CONFIG_FILE, SAFETENSORS
+from outrider.draft_models.heads import files
 from outrider.draft_models.heads.configs import layer_config
-from outrider.draft_models.heads.files import (
-    DRAFT_TOKENS,
-    HeadFiles,
-    StoredDrafter,
-    map_tensors,
-    module_shapes,
-    open_files,
-    require_shapes,
-    written_facts,
-)
 from outrider.draft_models.heads.initial import initial_weights
 from outrider.draft_models.heads.sizes import AS_DECLARED, apply_changes, require_fitting_target
 from outrider.draft_models.targets.model_files import empty_model
@@ -50,7 +33,7 @@ from outrider.draft_models.targets.stack import LayerStack
 TRAINING_FILE = "eagle3.json"  # written next to the weights, last, by training in this toolkit
 
 
-class StoredHead(StoredDrafter[Eagle3]):
+class StoredHead(files.StoredDrafter[Eagle3]):
     """An EAGLE-3 head on disk."""
 
     reading: Reading
@@ -64,14 +47,14 @@ def open_head(source: str, target: PreTrainedConfig, changes: ReadingChanges = A
     changes: overrides of the declared reading. Raises `UserError` if it is not an EAGLE-3 head, is for another target,
     or its tensors do not match its config.
     """
-    stored = open_files("eagle3", source, "an EAGLE-3 head", local_name)
-    dialect = dialect_of(stored.config, stored.files.file_of, source)
+    stored = files.open_files("eagle3", source, "an EAGLE-3 head", dialects.local_name)
+    dialect = dialects.dialect_of(stored.config, stored.files.file_of, source)
     try:
-        declared = read_config(stored.config, stored.shapes, target.num_hidden_layers, source)
+        declared = dialects.read_config(stored.config, stored.shapes, target.num_hidden_layers, source)
     except UserError:
         if changes.taps is None:
             raise
-        declared = read_config(stored.config, stored.shapes, target.num_hidden_layers, source, changes.taps)
+        declared = dialects.read_config(stored.config, stored.shapes, target.num_hidden_layers, source, changes.taps)
     reading = apply_changes(declared, changes, target)
     require_fitting_target(reading, target, stored.where)
     try:
@@ -83,13 +66,13 @@ def open_head(source: str, target: PreTrainedConfig, changes: ReadingChanges = A
     return StoredHead(**vars(stored), dialect=dialect, reading=reading)
 
 
-def _require_shapes(reading: Reading, stored: HeadFiles, dialect: Dialect) -> None:
-    require_shapes(reading, head_shapes(reading), stored, lambda name: dialect_name(name, dialect))
+def _require_shapes(reading: Reading, stored: files.HeadFiles, dialect: Dialect) -> None:
+    files.require_shapes(reading, head_shapes(reading), stored, lambda name: dialect_name(name, dialect))
 
 
 def head_shapes(reading: Reading, module: type[Eagle3] = Eagle3) -> dict[str, tuple[int, ...]]:
     """The shapes of all weights of a `module` under this reading, by their names here."""
-    return module_shapes(module, reading)
+    return files.module_shapes(module, reading)
 
 
 def new_head(reading: Reading, stack: LayerStack, tokens: Tensor | None, seed: int) -> Eagle3:
@@ -99,8 +82,8 @@ def new_head(reading: Reading, stack: LayerStack, tokens: Tensor | None, seed: i
 
 def dialect_name(name: str, dialect: Dialect) -> str:
     """The name in a file of `dialect` of the tensor `name`, the inverse of `local_name`."""
-    has_midlayer = dialect in ("eagle", "specforge") and name.startswith(FIRST_LAYER)
-    return MIDLAYER + name.removeprefix(FIRST_LAYER) if has_midlayer else name
+    has_midlayer = dialect in ("eagle", "specforge") and name.startswith(dialects.FIRST_LAYER)
+    return dialects.MIDLAYER + name.removeprefix(dialects.FIRST_LAYER) if has_midlayer else name
 
 
 def save_head(
@@ -118,15 +101,15 @@ def save_head(
     target, target_name: config and name of its target. drafted: suggested tokens per round for a server. made_here:
     False for another trainer's head, whose reading may be wrong. Raises `UserError` naming fields that `dialect` lacks.
     """
-    require_expressible(head.reading, head_shapes(head.reading), dialect, target)
+    dialects.require_expressible(head.reading, head_shapes(head.reading), dialect, target)
     written_tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
-    ids = written_tensors.pop(DRAFT_TOKENS, None)
+    ids = written_tensors.pop(files.DRAFT_TOKENS, None)
     if ids is not None or dialect == "specforge":  # which requires d2t and t2d
         ids = torch.arange(head.reading.draft_vocabulary) if ids is None else ids
-        written_tensors |= map_tensors(ids, head.reading.vocabulary)
+        written_tensors |= files.map_tensors(ids, head.reading.vocabulary)
     tensors = {dialect_name(name, dialect): tensor for name, tensor in written_tensors.items()}
-    config = config_in_dialect(head.reading, dialect, target, target_name, drafted)
-    config |= written_facts(head.dtype, made_here=made_here)
+    config = dialects.config_in_dialect(head.reading, dialect, target, target_name, drafted)
+    config |= files.written_facts(head.dtype, made_here=made_here)
     require_writable(path)
     write_atomically(path / SAFETENSORS.single, save(tensors, metadata={"format": "pt"}))
     write_json(path / CONFIG_FILE, config)
@@ -134,8 +117,8 @@ def save_head(
 
 # The tensors of a head that no Llama has.
 _OF_HEADS = {
-    "fc.weight": "fc.weight", "input_norm.weight": "enc.output_norm.weight", DRAFT_TOKENS: "d2t",
-    f"{FIRST_LAYER}hidden_norm.weight": "blk.0.attn_norm_2.weight",
+    "fc.weight": "fc.weight", "input_norm.weight": "enc.output_norm.weight", files.DRAFT_TOKENS: "d2t",
+    f"{dialects.FIRST_LAYER}hidden_norm.weight": "blk.0.attn_norm_2.weight",
 }  # fmt: skip
 
 
@@ -149,11 +132,12 @@ def write_gguf_head(
     """Write `head`, for a target of config `target` and with its `tokenizer`, as `write_gguf` writes a model.
 
     Facts of llama.cpp's src/models/eagle3.cpp and conversion/llama.py (2026-10): its layer is a Llama's, with rotary
-    pairs side by side; target_layers are boundaries; d2t has ids. Raises `UserError` for what that cannot express.
+    pairs side by side; target_layers are taps (i: the input of layer i); d2t has target ids, not offsets. Raises
+    `UserError` for what that cannot express.
     """
     reading = head.reading
-    require_expressible(reading, head_shapes(reading), "gguf", target)
-    config = layer_config(config_in_dialect(reading, "gguf", target, target_name="", drafted=1), layers=1)
+    dialects.require_expressible(reading, head_shapes(reading), "gguf", target)
+    config = layer_config(dialects.config_in_dialect(reading, "gguf", target, target_name="", drafted=1), layers=1)
     head_fields: dict[str, MetadataValue] = {
         "target_layers": [*reading.taps],
         "target_hidden_size": reading.target_hidden,

@@ -94,7 +94,7 @@ class StepAttention(HeadAttention):
     def __init__(self, reading: Reading, input_width: int, layer_idx: int):
         super().__init__(reading, input_width, layer_idx)
         self.gate_proj = None
-        if reading.output_gate:
+        if reading.output_gate:  # of MTP heads, which read no input in parts
             self.gate_proj = nn.Linear(input_width, reading.heads * reading.head_dim, bias=reading.attention_bias)
 
     def forward(self, x: Sequence[Tensor], mask: Mask, rotary: Rotary, cache: HeadCache) -> Tensor:
@@ -184,7 +184,7 @@ class Eagle3(DraftHead):
         return cls(reading, all_tokens="draft_tokens" not in weights).with_weights(weights)
 
     @property
-    def norm_weight(self) -> Tensor:
+    def unpacked_weight(self) -> Tensor:
         return self.layers[0].get_parameter("hidden_norm.weight")
 
     def use_head(self, weight: Tensor) -> None:

@@ -27,8 +27,7 @@ class Reading(HeadSizes):
     final_norm: bool = True  # there is a norm before the head ("use_last_layernorm")
     norm_output: bool = False  # the next step gets the output of that norm (EAGLE-3.1)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
         require(not (self.tap_norms and self.joint_norm), "tap_norms", True, "false where joint_norm is true")
         require(self.final_norm or not self.norm_output, "norm_output", True, "false where final_norm is false")
 

@@ -19,14 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from outrider.base.errors import UserError, require, warn
-from outrider.base.files import (
-    digest_of,
-    package_version,
-    read_mapping,
-    require_writable,
-    write_atomically,
-    write_json,
-)
+from outrider.base.files import digest_of, package_version, read_mapping, require_writable, write_atomically, write_json
 from outrider.base.run_dirs import code_version
 from outrider.base.settings import Count, construct
 from outrider.base.words import list_words
@@ -58,7 +51,7 @@ class DrafterMeta:
     dtype: FloatDtype
     fingerprint: Fingerprint
     trained_on: dict[str, str]  # see `digest_parts_below`
-    training: dict[str, Any] = field(default_factory=dict)
+    training: dict[str, object] = field(default_factory=dict)
     made_with: dict[str, str] = field(default_factory=dict)
     weights_sha256: str = ""
     own_layer: bool = True  # false: norm and head directly on the target's first layers
@@ -167,7 +160,7 @@ def from_pretrained(
         raise UserError(f"checkpoint={path}: a {meta.kind!r} drafter, expected 'early_exit'")
     require_target(meta, fingerprint, path)
     weights = _read_weights(path, meta)
-    depth = 1 + len({name.split(".")[1] for name in weights if name.startswith("deeper.")})
+    depth = 1 + len({name.split(".")[1] for name in weights if name.startswith("deeper.")})  # after the first
     require(depth == meta.exit_depth, f"{path}: exit_depth", meta.exit_depth, f"{depth}, as it has layers")
     drafter = empty_drafter(meta, config)
     expected = {

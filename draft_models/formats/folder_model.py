@@ -87,10 +87,10 @@ class FolderModel:
         for file, names in by_file.items():
             path = self.folder / file
             elsewhere = [name for other_file, inside in by_file.items() if other_file != file for name in inside]
-            part = self.weight_format.open_part(
+            part = self.weight_format.open_part(  # raises unless all `names` and none of `elsewhere` are in the file
                 self.source, file, str(path) if path.exists() else None, names, elsewhere
             )
-            tensors |= {name: part[name] for name in names or part if name in part}
+            tensors |= {name: part[name] for name in names or part if name in part}  # an index may list a tied head too
         return tensors
 
     def _join_packed(self, tensors: Mapping[str, Stored], packing: Packing) -> dict[str, Stored]:
@@ -128,7 +128,7 @@ class FolderModel:
             write_json(folder / CONFIG_FILE, described)
 
     def prove_decoding(self) -> None:
-        """Nothing: `apply_scales` is the definition of fp8 with scales."""
+        """Nothing to compare, unlike `GgufModel`'s: `apply_scales` is the definition of fp8 with scales."""
 
     def _descriptions(self) -> list[Path]:
         files = [path for path in self.folder.iterdir() if path.is_file()]

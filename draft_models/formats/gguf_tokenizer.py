@@ -68,9 +68,7 @@ def _make_byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
         )
     merges = [(prefix, suffix) for prefix, _, suffix in (m.partition(" ") for m in file.texts(f"{_KEY}merges"))]
     pattern = PATTERNS[cut_name]
-    tokenizer = Tokenizer(
-        models.BPE(vocab=_ids_of_words(file, tokens), merges=merges, ignore_merges=pattern == _LLAMA3)
-    )
+    tokenizer = Tokenizer(models.BPE(vocab=_vocabulary(file, tokens), merges=merges, ignore_merges=pattern == _LLAMA3))
     if pattern == _QWEN2:
         tokenizer.normalizer = normalizers.NFC()
     pre_tokenizers_of_cut: list[pre_tokenizers.PreTokenizer] = []
@@ -94,7 +92,7 @@ def _make_sentencepiece(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
     unknown = file.get(f"{_KEY}unknown_token_id", int, 0)
     tokenizer = Tokenizer(
         models.BPE(
-            vocab=_ids_of_words(file, tokens),
+            vocab=_vocabulary(file, tokens),
             merges=_make_merges(file, tokens),
             unk_token=_token_of_id(file, tokens, "unknown_token_id", unknown),
             fuse_unk=True,
@@ -145,7 +143,7 @@ def _add_tokens(tokenizer: Tokenizer, file: GgufFile, tokens: Sequence[str]) -> 
     special = [token for token, token_type in zip(tokens, types, strict=True) if token_type in (_CONTROL, _UNKNOWN)]
     strips = {*special} - {*_SPACE_AFTER} if phi3 else set[str]()  # these absorb the spaces after them, by no key
     tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True, rstrip=t in strips) for t in special])
-    user_defined = [token for token, index in _ids_of_words(file, tokens).items() if types[index] == _USER_DEFINED]
+    user_defined = [token for token, index in _vocabulary(file, tokens).items() if types[index] == _USER_DEFINED]
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in user_defined])
 
 
@@ -191,8 +189,8 @@ def _ids_by_token(tokens: Sequence[str]) -> dict[str, int]:
     return {token: index for index, token in enumerate(tokens)}
 
 
-def _ids_of_words(file: GgufFile, tokens: Sequence[str]) -> dict[str, int]:
-    """Without the names by which converters fill the rows of an embedding that no token has."""
+def _vocabulary(file: GgufFile, tokens: Sequence[str]) -> dict[str, int]:
+    """The vocabulary, without the names [PAD7] by which converters fill the rows of an embedding that no token has."""
     types, in_use = _read_types(file, tokens), {file.metadata.get(f"{_KEY}{key}_token_id") for key in SPECIAL.values()}
     free = {index for index, kind in enumerate(types) if kind in (_USER_DEFINED, _UNUSED)} - in_use
     return {token: index for index, token in enumerate(tokens) if index not in free or token != f"[PAD{index}]"}

@@ -30,7 +30,7 @@ QUANT_FILE = "hf_quant_config.json"  # ModelOpt's description of a quantisation,
 # The files next to the weights that describe a model and its tokenizer.
 DESCRIPTIONS = (
     CONFIG_FILE, "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*",
-    "merges.txt", "chat_template*", "*.model", "*.tiktoken", QUANT_FILE,
+    "merges.txt", "chat_template*", "*.model", "*.tiktoken", "tekken.json", "*processor_config.json", QUANT_FILE,
 )  # fmt: skip
 # Torch's types by their names in safetensors headers.
 TYPES = {

@@ -202,10 +202,7 @@ def stored_tokens(source: str, local_name: Callable[[str], str], *, by_index: bo
 
 def map_tensors(ids: Tensor, vocabulary: int) -> dict[str, Tensor]:
     """d2t [V_d] with offsets and t2d [V] of the draft vocabulary `ids` [V_d], as they are written."""
-    return {
-        D2T: ids - torch.arange(len(ids)),
-        T2D: torch.zeros(vocabulary, dtype=torch.bool).index_fill_(0, ids, True),
-    }
+    return {D2T: ids - torch.arange(len(ids)), T2D: torch.zeros(vocabulary, dtype=torch.bool).index_fill_(0, ids, True)}
 
 
 def written_facts(dtype: torch.dtype, *, made_here: bool) -> dict[str, object]:

@@ -108,16 +108,16 @@ class DraftHead(nn.Module, ABC):
 
     @property
     @abstractmethod
-    def norm_weight(self) -> Tensor:
+    def unpacked_weight(self) -> Tensor:
         """A weight that keeps its layout when linear layers are packed."""
 
     @property
     def device(self) -> torch.device:
-        return self.norm_weight.device
+        return self.unpacked_weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.norm_weight.dtype
+        return self.unpacked_weight.dtype
 
     @property
     def tables(self) -> tuple[tuple[Tensor, Tensor], ...]:

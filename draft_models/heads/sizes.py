@@ -50,8 +50,7 @@ class HeadSizes(Settings):
     own_head: bool = True  # false: its logits use rows of the target's head, whatever its file has
     draft_ids: Literal["offset", "index"] = "offset"  # the target's id of draft token i is i + d2t[i], or d2t[i]
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
         ascending = list(self.taps) == sorted(set(self.taps))
         self.require("taps", bool(self.taps) and ascending, "boundaries in ascending order")
         self.require("activation", self.activation in ACT2FN, "a name that transformers knows")

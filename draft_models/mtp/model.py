@@ -37,7 +37,7 @@ class MtpHead(Eagle3):
         self.layers = nn.ModuleList([HeadLayer(reading, 0, joint=False)])
 
     @property
-    def norm_weight(self) -> Tensor:
+    def unpacked_weight(self) -> Tensor:
         return self.hidden_norm.weight
 
     def use_target(self, stack: "LayerStack") -> None:

@@ -15,7 +15,7 @@ from typing import ClassVar
 from transformers import PreTrainedConfig
 
 from outrider.base.errors import UserError
-from outrider.base.settings import require_default
+from outrider.base.settings import require_defaults
 from outrider.draft_models.eagle3.reading import Reading, new_reading
 from outrider.draft_models.heads.sizes import Shapes
 
@@ -39,10 +39,8 @@ class MtpReading(Reading):
         "tap_norms", "joint_norm", "embedding_norm", "norm_before_residual", "final_norm", "draft_ids",
     )  # fmt: skip
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in self.eagle_only:
-            require_default(self, name, "only EAGLE-3 heads are read with it")
+    def check_fields(self) -> None:
+        require_defaults(self, self.eagle_only, "only EAGLE-3 heads are read with it")
         self.require("taps", len(self.taps) == 1, "one boundary")
 
 

@@ -32,18 +32,7 @@ from safetensors.numpy import save_file
 from outrider.base.errors import UserError, reason, require
 from outrider.base.files import digest_of, parse_json, require_writable
 from outrider.base.settings import construct
-from outrider.draft_models.ngrams.kernels import (
-    FAULTS,
-    Grams,
-    context_grams,
-    count_buckets,
-    count_grams,
-    find_level_fault,
-    group_contexts,
-    require_vocabulary,
-    token_bits,
-    token_type,
-)
+from outrider.draft_models.ngrams import kernels
 from outrider.draft_models.ngrams.suffixes import Suffixes, find_suffix_fault, join_documents, sort_suffixes
 
 ARRAYS = ("buckets", "keys", "starts", "totals", "tokens", "counts")  # of a `Level`
@@ -88,13 +77,15 @@ class Level(NamedTuple):
             if (array.dtype, len(array)) != described:
                 return f"{name} are {len(array)} of {array.dtype}, expected {described[1]} of {described[0]}"
         arrays = (self.starts, self.totals, self.tokens, self.counts)
-        return FAULTS[find_level_fault(self.buckets, self.shift, self.keys, self.key_bits, *arrays, vocabulary)]
+        return kernels.FAULTS[
+            kernels.find_level_fault(self.buckets, self.shift, self.keys, self.key_bits, *arrays, vocabulary)
+        ]
 
-    def grams(self) -> Grams:
+    def grams(self) -> kernels.Grams:
         """All n-grams, in the order of (key, token)."""
         keys = np.repeat(self.keys, np.diff(self.starts))
         order = np.lexsort((self.tokens, keys))
-        return Grams(keys, self.tokens[order].astype(np.uint32), self.counts[order])
+        return kernels.Grams(keys, self.tokens[order].astype(np.uint32), self.counts[order])
 
 
 @dataclass(frozen=True)
@@ -113,7 +104,7 @@ class TrigramTable:
     suffixes: Suffixes | None = None
 
     def __post_init__(self) -> None:
-        require_vocabulary(self.vocabulary)
+        kernels.require_vocabulary(self.vocabulary)
 
     @classmethod
     def from_documents(
@@ -129,17 +120,17 @@ class TrigramTable:
     ) -> "TrigramTable":
         """Count documents (token ids each) in memory, without n-grams of fewer than `min_count` occurrences, and with
         only the `max_successors` most frequent successors of a context (None: all)."""
-        require_vocabulary(vocabulary)
+        kernels.require_vocabulary(vocabulary)
         require(set(orders) <= set(ORDERS), "orders", tuple(orders), f"some of {ORDERS}")
         ids = [np.asarray(document, np.uint32) for document in documents]
         largest = int(max((document.max(initial=0) for document in ids), default=0))
         require(largest < vocabulary, "token id", largest, f"below the vocabulary of {vocabulary}")
-        bits = token_bits(vocabulary)
+        bits = kernels.token_bits(vocabulary)
         levels = {}
         for order in sorted(orders):
-            grams = count_grams([context_grams(document, order, bits) for document in ids])
+            grams = kernels.count_grams([kernels.context_grams(document, order, bits) for document in ids])
             levels[order] = make_level(
-                order, vocabulary, group_contexts(*grams, min_count, max_successors or vocabulary)
+                order, vocabulary, kernels.group_contexts(*grams, min_count, max_successors or vocabulary)
             )
         facts: Facts = {"tokens": sum(map(len, ids)), "documents": len(ids)}
         facts |= {"min_count": min_count, "max_successors": max_successors, "corpus": corpus}
@@ -150,7 +141,7 @@ class TrigramTable:
     def open(cls, path: Path | str) -> "TrigramTable":
         """Map a saved table into memory. Raises `UserError` unless the table is complete and valid."""
         header, arrays = map_table(Path(path))
-        orders, bits = [order for order in ORDERS if f"{order}.keys" in arrays], token_bits(header.vocabulary)
+        orders, bits = [order for order in ORDERS if f"{order}.keys" in arrays], kernels.token_bits(header.vocabulary)
         try:
             levels = {order: _join_level(order, bits, *(arrays[f"{order}.{n}"] for n in ARRAYS)) for order in orders}
             fields = [arrays[f"suffixes.{name}"] for name in Suffixes._fields if "suffixes.order" in arrays]
@@ -220,9 +211,12 @@ def make_level(order: int, vocabulary: int, grouped: Sequence[np.ndarray], start
     starts = np.empty(len(keys) + 1, types["starts"][0]) if starts is None else starts
     starts[0] = 0
     np.cumsum(successor_counts, dtype=starts.dtype, out=starts[1:])
-    buckets, tokens = np.zeros(types["buckets"][1], np.uint32), tokens.astype(token_type(vocabulary), copy=False)
-    level = _join_level(order, token_bits(vocabulary), buckets, keys, starts, totals, tokens, counts)
-    count_buckets(keys, level.shift, buckets)
+    buckets, tokens = (
+        np.zeros(types["buckets"][1], np.uint32),
+        tokens.astype(kernels.token_type(vocabulary), copy=False),
+    )
+    level = _join_level(order, kernels.token_bits(vocabulary), buckets, keys, starts, totals, tokens, counts)
+    kernels.count_buckets(keys, level.shift, buckets)
     return level
 
 
@@ -233,14 +227,14 @@ def _join_level(order: int, bits: int, buckets: np.ndarray, *arrays: np.ndarray)
 
 def level_types(order: int, vocabulary: int, contexts: int, successors: int) -> dict[str, tuple[np.dtype, int]]:
     """Type and length of each array of a level. A bucket has 1 to 2 contexts."""
-    key_bits, u4 = (order - 1) * token_bits(vocabulary), np.dtype(np.uint32)
+    key_bits, u4 = (order - 1) * kernels.token_bits(vocabulary), np.dtype(np.uint32)
     bucket_bits = min(max(contexts.bit_length() - 1, 0), key_bits)
     return {
         "buckets": (u4, 2**bucket_bits + 1),
         "keys": (np.dtype(np.uint64), contexts),
         "starts": (np.dtype(np.uint32 if successors < 2**32 else np.uint64), contexts + 1),
         "totals": (u4, contexts),
-        "tokens": (token_type(vocabulary), successors),
+        "tokens": (kernels.token_type(vocabulary), successors),
         "counts": (u4, successors),
     }
 
@@ -261,7 +255,7 @@ class Header:
 
     def __post_init__(self) -> None:
         require(self.format == _FORMAT, "format", self.format, f"{_FORMAT}, which this version reads")
-        require_vocabulary(self.vocabulary)
+        kernels.require_vocabulary(self.vocabulary)
         for key in ("tokens", "documents"):
             require(type(self.facts.get(key)) is int, f"facts.{key}", self.facts.get(key), "an integer")
         construct(list[Facts], self.facts.get("merged", []), "facts.merged")

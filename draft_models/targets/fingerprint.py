@@ -62,11 +62,14 @@ class Fingerprint:
 
 def require_text_alone(config: PreTrainedConfig) -> None:
     """Raise `UserError` for a model that also reads images or sounds, whose text model is a part."""
-    if config.get_text_config() is not config:
-        raise UserError(
-            f"target={config.name_or_path}: a {config.model_type} model has other parts than text; give its text model "
-            "alone, as a directory"
-        )
+    if (why := why_not_text_alone(config)) is not None:
+        raise UserError(f"target={config.name_or_path}: {why}")
+
+
+def why_not_text_alone(config: PreTrainedConfig) -> str | None:
+    is_part = config.get_text_config() is not config
+    why = f"a {config.model_type} model has other parts than text; give its text model alone, as a directory"
+    return why if is_part else None
 
 
 def fingerprint_target(

@@ -1,13 +1,14 @@
 """Opening of a target: its config, and whether it can be run layer by layer; tokenizer, files, fingerprint, layers."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
 import torch
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -21,19 +22,14 @@ from outrider.base.errors import UserError, reason
 from outrider.base.files import is_local, read_mapping
 from outrider.base.machine import fast_dtype
 from outrider.base.settings import construct
-from outrider.draft_models.formats.convert import (
-    description_location,
-    find_original,
-    is_loaded_as_written,
-    locate_file,
-)
+from outrider.draft_models.formats.convert import description_location, find_original, is_loaded_as_written, locate_file
 from outrider.draft_models.formats.folder_model import quantisation_of
 from outrider.draft_models.formats.gguf_file import MOST_LAYERS, find_gguf, open_gguf
 from outrider.draft_models.formats.gguf_tokenizer import gguf_tokenizer
 from outrider.draft_models.formats.stored_tensors import CONFIG_FILE, QUANT_FILE
 from outrider.draft_models.targets.attention import leave_out_cudnn
 from outrider.draft_models.targets.file_record import FileRecord
-from outrider.draft_models.targets.fingerprint import Fingerprint, fingerprint_target
+from outrider.draft_models.targets.fingerprint import Fingerprint, fingerprint_target, why_not_text_alone
 from outrider.draft_models.targets.int8 import quantise, require_linear
 from outrider.draft_models.targets.model_files import (
     empty_model,
@@ -138,9 +134,11 @@ class OpenTarget:
         """
         chosen = range(self.config.num_hidden_layers) if layers is None else layers
         loaded = stored_dtype(self.config) if int8 else dtype
-        model = load_proven(self.files, self.config, chosen, dtype=loaded, device=device, coded=coded)
+        first_device = "cpu" if int8 else device  # which has room for the 16-bit weights beside the codes
+        model = load_proven(self.files, self.config, chosen, dtype=loaded, device=first_device, coded=coded)
         if int8:
             quantise(model, dtype, f"target={self.source}")
+            nn.Module.to(model, device)
         return model
 
     def stack(
@@ -261,8 +259,6 @@ def pick_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> tor
     bfloat16 if `device` supports it natively, else float32; in float16 a sum over codes may overflow. If there is no
     GPU to ask, as in a plan, native support is assumed.
     """
-    if name == "int8" and device.type == "cuda" and torch.cuda.is_available():
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
     if name == "int8" or (name == "fast" and device.type == "cpu"):
         return fast_dtype(device)
     if name not in ("auto", "fast"):
@@ -299,7 +295,8 @@ def read_config(source: str, revision: str | None = None, *, role: str = "target
     try:
         config = AutoConfig.from_pretrained(directory, revision=revision, trust_remote_code=False)
     except Exception as error:  # any error of an architecture's config class for unexpected values
-        where = "" if path.exists() else "no such local directory, and not to be had from the Hub; "
+        is_there = path.exists() or locate_file(directory, revision, CONFIG_FILE)
+        where = "" if is_there else "no such local directory, and not to be had from the Hub; "
         raise UserError(f"{role}={source}: {where}no usable {CONFIG_FILE} ({reason(error)})") from error
     config.name_or_path = source
     if role not in NARROW and is_narrowed(config):
@@ -334,15 +331,23 @@ def require_description(source: str, revision: str | None, role: str) -> None:
 
 def why_not_by_layers(config: PreTrainedConfig) -> str | None:
     """The reason why `LayerStack` cannot run a model of `config`; None if it can."""
-    description = getattr(config, "quantization_config", None) or {}
-    if settings := description if isinstance(description, dict) else description.to_dict():
-        flags = (f"bitsandbytes ({key})" for key in ("load_in_8bit", "load_in_4bit") if settings.get(key))
-        method = str(settings.get("quant_method") or next(flags, "unnamed"))
-        return f"quantised by {method!r} (quantization_config in {CONFIG_FILE}); {_SUPPORTED}"
+    described = getattr(config, "quantization_config", None) or {}
+    described = described if isinstance(described, dict) else described.to_dict()
+    if (why := why_not_text_alone(config) or why_quantised(described)) is not None:
+        return why
     try:
         model_spec(config)
     except UserError as error:
         return str(error)
+    return None
+
+
+def why_quantised(settings: Mapping[str, object]) -> str | None:
+    """What quantised weights that are not decoded here, by config.json's `quantization_config`; None if nothing did."""
+    if settings:
+        flags = (f"bitsandbytes ({key})" for key in ("load_in_8bit", "load_in_4bit") if settings.get(key))
+        method = str(settings.get("quant_method") or next(flags, "unnamed"))
+        return f"quantised by {method!r} (quantization_config in {CONFIG_FILE}); {_SUPPORTED}"
     return None
 
 

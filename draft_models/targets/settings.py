@@ -125,8 +125,7 @@ class TargetOrTokenizer(Settings):
     is read, and its config where there is one"""
     revision: str | None = free(None, "of the target on the Hub: branch, tag or commit", debug=None)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
         self.require("tokenizer", self.target is None or self.tokenizer is None, "null with target=, which has one")
 
     def require_one(self) -> None:

@@ -124,7 +124,8 @@ class TensorFiles:
         """
         hashes: dict[str, bytes] = {}
         incomplete: set[str] = set()
-        with ThreadPoolExecutor() as pool:  # reading and hashing release the GIL
+        # Reading and hashing release the GIL. A part of a quantised tensor may be had by decoding the whole tensor.
+        with ThreadPoolExecutor(None if self.original is None else 1) as pool:
             for file, inside in self._group_by_file(names).items():
                 if not fetch and self.original is None and self._locate(file, fetch) is None:
                     incomplete |= {part_of(name) for name in inside}

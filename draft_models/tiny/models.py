@@ -34,16 +34,7 @@ from outrider.draft_models.mtp.spellings import qwen_name
 from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.draft_models.targets.fingerprint import model_identity
 from outrider.draft_models.targets.open_target import open_target
-from outrider.draft_models.targets.settings import (
-    DFLASH,
-    EAGLE3,
-    EARLY_EXIT,
-    HEAD_FOLDER,
-    MTP,
-    SMALL_LM,
-    TABLE,
-    TARGET,
-)
+from outrider.draft_models.targets.settings import DFLASH, EAGLE3, EARLY_EXIT, HEAD_FOLDER, MTP, SMALL_LM, TABLE, TARGET
 from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.draft_models.targets.vocabulary import vocabulary_digest
 

@@ -41,15 +41,7 @@ from outrider.inference.audit.draws import (
 from outrider.inference.core.sampling import Sampler, invert
 from outrider.inference.loading.models import load_reference
 from outrider.inference.loading.target_setup import end_tokens
-from outrider.inference.measure.lossless import (
-    GAP,
-    WORST,
-    Deviation,
-    Reference,
-    judge_deviations,
-    make_reference,
-    measure_regrets,
-)
+from outrider.inference.measure import lossless
 from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.settings.tools import AuditConfig
 
@@ -99,7 +91,7 @@ class AuditArm:
     draws: all other sampled tokens, and their statistics. simulated: by fault, draws of a server with this fault.
     """
 
-    deviations: list[Deviation] = field(default_factory=list)
+    deviations: list[lossless.Deviation] = field(default_factory=list)
     outliers: list[JudgedToken] = field(default_factory=list)
     sampled: list[JudgedToken] = field(default_factory=list)
     draws: list[Draws] = field(default_factory=list)
@@ -163,7 +155,7 @@ def score_answers(
         generator = torch.Generator().manual_seed(streams.number(line, bits=64))
         for start in range(0, len(answer.output_ids), rows):
             prompt, text = [*answer.prompt_ids, *answer.output_ids[:start]], answer.output_ids[start : start + rows]
-            part = AnswerPart(line, start, answer, make_reference(model, prompt, text))
+            part = AnswerPart(line, start, answer, lossless.make_reference(model, prompt, text))
             if answer.temperature == 0:
                 _add_greedy(arm, part)
             else:
@@ -178,7 +170,7 @@ class AnswerPart:
     line: int
     start: int
     answer: ServedAnswer
-    reference: Reference
+    reference: lossless.Reference
 
     @property
     def tokens(self) -> Tensor:
@@ -204,7 +196,7 @@ class AnswerPart:
         """`measured` in units of the rounding errors [t]. If one would be a fault, above `GAP`, the unit is the largest
         error of readings in several piece lengths (`Reference.tipping_noise`)."""
         off = measured(self.reference.logits_noise)
-        return measured(self.reference.tipping_noise()[1]) if bool((off > GAP).any()) else off
+        return measured(self.reference.tipping_noise()[1]) if bool((off > lossless.GAP).any()) else off
 
 
 def _add_greedy(arm: AuditArm, part: AnswerPart) -> None:
@@ -212,7 +204,7 @@ def _add_greedy(arm: AuditArm, part: AnswerPart) -> None:
     scores, stock_scores = (part.scores(logits) for logits in (part.reference.logits, part.reference.stock_logits))
     best = scores.argmax(-1)
     rows = (part.tokens[:, 0] != best).nonzero()[:, 0]
-    off = part.off(lambda noise: measure_regrets(scores, part.tokens, noise))[rows]
+    off = part.off(lambda noise: lossless.measure_regrets(scores, part.tokens, noise))[rows]
     arm.outliers += part.tokens_at(rows, best, off)
     arm.deviations.append(_deviation(len(best), off, int((stock_scores.argmax(-1) != best).sum())))
 
@@ -265,24 +257,24 @@ def measure_excess(config: SamplingConfig, scores: Tensor, tokens: Tensor, noise
         shifts.append(torch.maximum(lead, log_odds).amin(-1))
     if config.min_p:
         shifts.append(lead[:, 0] + math.log(config.min_p))
-    return (torch.stack(shifts).amax(0) / noise).clamp(0, WORST)
+    return (torch.stack(shifts).amax(0) / noise).clamp(0, lossless.WORST)
 
 
-def _deviation(positions: int, gaps: Tensor, stock_gaps: int) -> Deviation:
+def _deviation(positions: int, gaps: Tensor, stock_gaps: int) -> lossless.Deviation:
     """A server shows no keys and values, so only its choices are judged. stock_gaps: transformers' other choices."""
-    return Deviation(
+    return lossless.Deviation(
         positions, bulk=(0.0,), peak=0.0, peak_row=0, peak_position=0, gaps=tuple(gaps.tolist()), own_gaps=stock_gaps
     )
 
 
 def judge_arm(arm: AuditArm, answers: Mapping[int, ServedAnswer], level: float) -> Finding:
-    choices, draws = judge_deviations(arm.deviations), join_draws(arm.draws) if arm.draws else None
+    choices, draws = lossless.judge_deviations(arm.deviations), join_draws(arm.draws) if arm.draws else None
     first_rows = [row for row, token in enumerate(arm.sampled) if token.position == 0]
     p_by_test = p_values(draws, first_rows) if draws else {}
     failed_tests = refute(p_by_test, level)
     outliers = sorted(arm.outliers, key=lambda token: -token.off)
     unlikely = sorted(arm.sampled, key=lambda token: token.off)
-    faulty = [token for token in outliers if token.off > GAP]
+    faulty = [token for token in outliers if token.off > lossless.GAP]
     if "unlikeliest" in failed_tests:
         faulty += [token for token in unlikely if token.off * len(unlikely) <= level]
     tests = (f"the drawn tokens fail the test `{name}` (p = {p_by_test[name]:.1g})" for name in failed_tests)
@@ -303,10 +295,7 @@ def judge_arm(arm: AuditArm, answers: Mapping[int, ServedAnswer], level: float) 
 
 
 def write_page(
-    question: str,
-    arms: Mapping[str, Finding],
-    counts: Mapping[str, int | None],
-    tokenizer: PreTrainedTokenizerBase,
+    question: str, arms: Mapping[str, Finding], counts: Mapping[str, int | None], tokenizer: PreTrainedTokenizerBase
 ) -> str:
     """The page on the findings by arm. counts: by fault, the number of sampled tokens that reveal it."""
 

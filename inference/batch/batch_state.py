@@ -5,7 +5,6 @@ CPU launches them. So on a GPU a step is a CUDA graph over static buffers. Elsew
 """
 
 import inspect
-import warnings
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from outrider.base.errors import UserError
 from outrider.draft_models.targets.attention import grouped_attention
+from outrider.draft_models.targets.model_spec import context_limit
 from outrider.inference.engines.graphs.fixed_shapes import GraphPool, can_capture
 
 _SPARE_SLOTS = 256  # most cache slots that are added at a time; masked slots cost compute too
@@ -37,6 +37,7 @@ class Forward:
                 "decoded here; use another target, or a serving engine"
             )
         self.model = model
+        self.last_position = context_limit(model.config) - 1  # a finished row waits there for the others
         self.takes_positions = "position_ids" in takes
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
 
@@ -87,7 +88,7 @@ class GrowingBatch:
     def feed(self, tokens: Tensor) -> Tensor:
         """The logits [B, V] after one more token of each row, tokens [B]. They are valid until the next call."""
         self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], dim=1)
-        self._positions = self._positions + 1
+        self._positions = (self._positions + 1).clamp(max=self._forward.last_position)
         return self._forward(tokens[:, None], self._mask, self._positions, self._cache)
 
     def should_shrink(self, rows: int, open_count: int) -> bool:
@@ -126,7 +127,7 @@ class FixedBatch:
             self._add_slots()
         self._mask[..., self._length] = True
         self._slot.fill_(self._length)
-        self._positions += 1
+        self._positions.add_(1).clamp_(max=self._forward.last_position)
         self._tokens.copy_(tokens[:, None])
         self._length += 1
         if self._graph is None:
@@ -169,16 +170,9 @@ class FixedBatch:
         if self._pool is None:
             return None
         self._logits = torch.empty(0)  # returns its memory to the pool, for the next graph
-        try:
-            return self._pool.capture(self._step)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            self._pool = None
-            name = type(self._forward.model).__name__
-            cause = str(error).strip().splitlines()[0]
-            warnings.warn(f"{name} cannot be captured as a CUDA graph, so answering is slower: {cause}", stacklevel=2)
-            return None
+        graph = self._pool.try_capture(self._step)
+        self._pool = None if graph is None else self._pool
+        return graph
 
 
 class _SlotLayer(DynamicLayer):

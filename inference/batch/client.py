@@ -99,8 +99,8 @@ class Client:
         try:
             self._limit = httpx.Timeout(timeout, connect=min(timeout, _CONNECTING))
             self._http = httpx.Client(headers=headers, timeout=self._limit, limits=anew, follow_redirects=True)
-        except (ImportError, ValueError) as error:
-            raise UserError(f"{label}: {reason(error)}; see HTTP_PROXY, ALL_PROXY and NO_PROXY") from None
+        except (ImportError, ValueError, OSError) as error:
+            raise UserError(f"{label}: {reason(error)}; see SSL_CERT_FILE, HTTP_PROXY and ALL_PROXY") from None
 
     def fetch(
         self, path: str, body: Mapping[str, object] | None = None, read: Callable[[httpx.Response], Reply] = read_json

@@ -21,19 +21,8 @@ from outrider.draft_models.targets.model_spec import UNLIMITED, context_limit
 from outrider.draft_models.targets.open_target import OpenTarget, pick_dtype
 from outrider.draft_models.targets.unseen_target import open_given
 from outrider.draft_models.targets.vocabulary import bind_arguments, tokenizer_digest
+from outrider.inference.batch import directory
 from outrider.inference.batch.client import UNANSWERED
-from outrider.inference.batch.directory import (
-    SECONDS_FILE,
-    SUMMARY_FILE,
-    Facts,
-    Shard,
-    answered_ids,
-    check_run,
-    next_number,
-    open_run,
-    seconds_spent,
-    summarise,
-)
 from outrider.inference.batch.responder import Responder
 from outrider.inference.batch.server import TargetServer
 from outrider.inference.batch.settings import GenerateConfig
@@ -72,7 +61,10 @@ def generate_responses(config: GenerateConfig) -> None:
 def _plan(config: GenerateConfig) -> str:
     """The plan as text: its memory (see `Plan`), then what bounds the answers."""
     target = open_given(config, by_layers=False)
-    context, ids = context_limit(target.config), answered_ids(Path(config.out_dir)) if config.resume else set()
+    context, ids = (
+        context_limit(target.config),
+        directory.answered_ids(Path(config.out_dir)) if config.resume else set(),
+    )
     tasks = _read_prompts(config, target, context, lambda task: task.id not in ids).tasks
     turns = sum(1 + len(task.upcoming) for task in tasks)
     facts = {"prompts": len(tasks), "turns": turns, "tokens_at_most": turns * config.max_new_tokens}
@@ -130,13 +122,15 @@ def generate(
     arguments = (config, target.tokenizer, end_tokens(target), context, target.vocabulary_size or UNLIMITED)
     server = TargetServer(*arguments) if config.server else None
     identity = _agree_on_identity(config, target, dtype, server, state)
-    check_run(folder, identity, config.resume)
+    directory.check_run(folder, identity, config.resume)
     identity["code"] = code_version()
-    ids, first, spent = from_main(state, lambda: (answered_ids(folder), next_number(folder), seconds_spent(folder)))
+    ids, first, spent = from_main(
+        state, lambda: (directory.answered_ids(folder), directory.next_number(folder), directory.seconds_spent(folder))
+    )
     shard_numbers = count(first + state.process_index, state.num_processes)
     state.wait_for_everyone()  # all processes list the shards before a new one appears
     if state.is_main_process:
-        open_run(folder, identity)
+        directory.open_run(folder, identity)
     state.wait_for_everyone()
 
     def selects(task: Task) -> bool:
@@ -157,7 +151,7 @@ def generate(
 
 def _agree_on_identity(
     config: GenerateConfig, target: OpenTarget, dtype: torch.dtype, server: TargetServer | None, state: PartialState
-) -> Facts:
+) -> directory.Facts:
     """The identity of the run, with its kernels. Raises `UserError` if the main process has other kernels."""
     # Other kernels round differently. The machine determines which ones run here, not a timing.
     packed = "blocked" + (", steps by AMX" if has_amx() else "") if can_pack(state.device, dtype) else "PyTorch's"
@@ -170,8 +164,8 @@ def _agree_on_identity(
 
 def _write_summary(folder: Path, todo: Todo, rate: float) -> None:
     """Write and print the counts over all shards. rate: tokens per second of this process."""
-    summary: Facts = {**todo.counts, **summarise(folder)}
-    write_json(folder / SUMMARY_FILE, summary)
+    summary: directory.Facts = {**todo.counts, **directory.summarise(folder)}
+    write_json(folder / directory.SUMMARY_FILE, summary)
     flat = {**summary, **{f"skipped_{reason}": count for reason, count in summary["skipped_by_reason"].items()}}
     words = " ".join(f"{key}={value}" for key, value in flat.items() if isinstance(value, int))
     print(f"responses out_dir={folder} {words} tokens_per_second_a_process={rate:.0f}", flush=True)
@@ -208,7 +202,7 @@ class Answering:
 
     def __post_init__(self) -> None:
         self.limit = replace(self.limit, started=self.limit.clock())
-        self.shard = Shard(skipped=list(self.todo.skipped))
+        self.shard = directory.Shard(skipped=list(self.todo.skipped))
         self.answered = self.unanswered = self.tokens = 0  # prompts, prompts, tokens of answers
         self.seconds_answered = self.seconds_saved = 0.0  # until the last answer, and the last shard
         self._has_warned = False
@@ -272,9 +266,9 @@ class Answering:
     def _save(self) -> None:
         """Write the collected responses as a shard."""
         self.shard.save(self.folder, next(self.shard_numbers))
-        self.shard = Shard()
+        self.shard = directory.Shard()
         if self.is_main:
-            write_json(self.folder / SECONDS_FILE, {"seconds": self.limit.spent()})
+            write_json(self.folder / directory.SECONDS_FILE, {"seconds": self.limit.spent()})
         self.seconds_saved = self._seconds()
 
     def _seconds(self) -> float:
@@ -313,12 +307,12 @@ class Answering:
 
 def run_identity(
     config: GenerateConfig, target: OpenTarget, dtype: torch.dtype, server: TargetServer | None = None
-) -> Facts:
+) -> directory.Facts:
     """Everything that decides the answer to a prompt, last bits apart, and the prompts made from a record."""
     tokenizer = bind_arguments(target.tokenizer, config.template_arguments)
     if server:  # whose weights are not read here
         model = {"config": deciding_config(target.source, target.revision)} if target.is_seen else target.identity
-        facts: Facts = {"served": server.model, "model": model}
+        facts: directory.Facts = {"served": server.model, "model": model}
     else:
         facts = {"dtype": str(dtype).removeprefix("torch."), "model": model_identity(target.files)}
     templates = [part.template for _, _, part in config.data.parts()] or [config.data.template]

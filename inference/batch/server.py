@@ -211,6 +211,10 @@ class TargetServer:
             raise ReplyError("the answer to another prompt")
         rows = read_rows(choice.get("logprobs")) if self.checked or not choice.get("token_ids") else None
         ids = list(choice.get("token_ids") or [row.token for row in rows or ()])
+        if rows is not None and not choice.get("token_ids") and not self._lists_all(ids, choice, usage):
+            if self.config.top_k_logits:
+                raise ReplyError("a text of which it does not list all tokens", RETOKENISED, retry=False)
+            ids, rows = [], None
         if self.config.top_k_logits and (not ids or rows is None):
             raise ReplyError("it names no token ids, and top_k_logits needs them (vLLM and llama.cpp do)", retry=False)
         tokens = ids or self._retokenise(choice, usage.get("completion_tokens"))
@@ -222,6 +226,11 @@ class TargetServer:
             raise ReplyError(f"{len(tokens)} tokens of {count} without an end")
         top = top_of(rows or (), tokens, self.config.top_k_logits) if self.config.top_k_logits else None
         return Answer(tuple(tokens), bool(tokens) and tokens[-1] in self.eos, top, retokenised=not ids)
+
+    def _lists_all(self, ids: list[int], choice: Json, usage: Json) -> bool:
+        """Whether these log-probabilities' tokens are the whole answer. llama.cpp lists none within a character."""
+        left_out_end = choice.get("finish_reason") == "stop" and ids[-1:] and ids[-1] not in self.eos
+        return usage.get("completion_tokens") in (None, len(ids), len(ids) + bool(left_out_end))
 
     def _tokenise(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -321,7 +330,7 @@ def check_rows(rows: Sequence[TokenRow], tokens: Sequence[int], *, greedy: bool)
     if [row.token for row in rows] != list(tokens):
         raise ReplyError("log-probabilities of other tokens than it said")
     for row in rows:
-        values = row.top.values()
+        values = row.top.values() or (row.logprob,)  # llama.cpp gives none for a token that it drafted
         expected = row.top.get(row.token, min(row.logprob, min(values)))
         shifted = abs(row.logprob - expected) > _WITHIN_REPLY or (greedy and row.logprob < max(values) - _WITHIN_REPLY)
         if shifted or sum(map(math.exp, values)) > 1 + _WITHIN_REPLY:
@@ -332,7 +341,8 @@ def top_of(rows: Sequence[TokenRow], tokens: Sequence[int], k: int) -> TopK:
     """The k most likely tokens at each position. Raises `ReplyError` if a row has fewer."""
     ranked = [sorted(row.top.items(), key=lambda pair: -pair[1])[:k] for row in rows[: len(tokens)]]
     if any(len(row) < k for row in ranked):
-        raise ReplyError(f"fewer log-probabilities than top_k_logits={k} (vLLM: --max-logprobs {k})", retry=False)
+        remedy = f"vLLM: --max-logprobs {k}; llama-server gives none for tokens that it drafted"
+        raise ReplyError(f"fewer log-probabilities than top_k_logits={k} ({remedy})", retry=False)
     logprobs = torch.tensor([[value for _, value in row] for row in ranked])
     ids = torch.tensor([[token for token, _ in row] for row in ranked])
     return TopK(torch.tensor(tokens), ids, logprobs, (1 - logprobs.exp().sum(-1)).clamp(min=0))

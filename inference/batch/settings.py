@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge
 
 from outrider.base.errors import require
-from outrider.base.settings import DEFAULT, Count, Positive, RunConfig, Seed, Url, free, opt, require_default
+from outrider.base.settings import DEFAULT, Count, Positive, RunConfig, Seed, Url, free, opt, require_defaults
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.targets.settings import Rehearsed, RunDtype, TargetOrTokenizer
 from outrider.inference.settings.sampling import SamplingConfig
@@ -20,7 +20,7 @@ class GenerateConfig(TargetOrTokenizer, Rehearsed, RunConfig):
     """generate-responses: the target answers the prompts of a data set, for training a drafter on what it says."""
 
     asks: ClassVar[bool] = True  # its records are prompts
-    leaves: ClassVar[tuple[str, ...]] = ("responses-*.jsonl",)
+    run_files: ClassVar[tuple[str, ...]] = ("responses-*.jsonl",)
     data: DataConfig = free()
     """its user turns, or the beginnings of its plain texts that are not held out, are the prompts; it may grow"""
     turns: Literal["all", "first"] = "all"
@@ -57,8 +57,7 @@ class GenerateConfig(TargetOrTokenizer, Rehearsed, RunConfig):
     seed: Seed = opt(0, "of sampling; an answer depends on it and the prompt's id")
     out_dir: str = free("runs/generate_responses", "where everything goes")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
         weights = {name: weight for name, weight, _ in self.data.parts()}
         require(
             len(set(weights.values())) <= 1,
@@ -72,12 +71,10 @@ class GenerateConfig(TargetOrTokenizer, Rehearsed, RunConfig):
         self.require("debug", not unseen, "false with tokenizer=, as a rehearsal asks no server")
         if self.server is None:
             self.require("tokenizer", self.tokenizer is None, "null without server=URL, which runs the target")
-            for name in _OF_SERVERS:
-                require_default(self, name, "it is read with server=URL")
+            require_defaults(self, _OF_SERVERS, "it is read with server=URL")
             return
         require(self.concurrency <= self.batch_size, "concurrency", self.concurrency, "at most batch_size")
-        for name in ("dtype", "device_map"):
-            require_default(self, name, "the server runs the target")
+        require_defaults(self, ("dtype", "device_map"), "the server runs the target")
 
     @property
     def template_arguments(self) -> dict[str, object]:

@@ -286,7 +286,7 @@ def _wait(yielding: bool, kind: tuple[int, int, str], pass_: Pass, x: Tensor, vi
 class Worker:
     """Runs a batch of up to `most` texts in a thread of its own, which ends when there is nothing to do.
 
-    Further texts wait until a text ends. Any thread may call the methods. begin: called first in each such thread.
+    Further texts wait until a text ends. Every thread may call the methods. begin: called first in each such thread.
     """
 
     def __init__(self, batch: Batch, most: int, begin: Callable[[], None] = lambda: None):

@@ -1,5 +1,6 @@
 """A KV cache of consecutive layers for one sequence, which grows with it."""
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -20,10 +21,7 @@ class KVCache:
     """
 
     def __init__(self, layers: range, capacity: int, *, clean: bool = False):
-        self.layers = layers
-        self.capacity = capacity
-        self.clean = clean
-        self.length = 0
+        self.layers, self.capacity, self.clean, self.length = layers, capacity, clean, 0
         self.slots = capacity if clean else 0
         self._buffer: Tensor | None = None
         self._views: dict[int, tuple[Tensor, Tensor]] = {}  # of each layer, [1, heads, slots, head_dim]
@@ -39,8 +37,7 @@ class KVCache:
             values.index_copy_(2, slots, value)
             return keys[:, :, :seen], values[:, :, :seen]
         stop = self.length + key.shape[2]
-        keys[:, :, self.length : stop] = key
-        values[:, :, self.length : stop] = value
+        keys[:, :, self.length : stop], values[:, :, self.length : stop] = key, value
         return keys[:, :, :stop], values[:, :, :stop]
 
     def views(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
@@ -68,11 +65,13 @@ class KVCache:
         """Move every layer to buffers with slots for so many positions."""
         if positions > self.capacity:  # compiled kernels would write beyond the buffer
             raise ValueError(f"{positions} positions in a cache of {self.capacity}")
-        self.slots = min(slots_of(positions), self.capacity)
-        old_views, self._buffer, self._views, self._separate = self._views, None, {}, []
-        for layer, states in old_views.items():
-            for buffer, state in zip(self._allocate(*states, layer), states, strict=True):
+        grown = copy.copy(self)
+        grown.slots = min(slots_of(positions), self.capacity)
+        grown._buffer, grown._views, grown._separate = None, {}, []
+        for layer, states in self._views.items():
+            for buffer, state in zip(grown._allocate(*states, layer), states, strict=True):
                 buffer[:, :, : state.shape[2]] = state
+        vars(self).update(vars(grown))  # only now: if memory runs out, the pass may be repeated with fewer texts
 
     def _allocate(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Allocate a layer: in the common buffer if its keys and values have the first layer's shape.

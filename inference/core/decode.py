@@ -48,23 +48,23 @@ def autoregressive(
         logits = session.prefill(prompt)
         session.commit(range(len(prompt)))
         selector.begin(session, prompt)
-        root = selector.next_token(logits)
-        token = _require_token(int(root), session, session.base - 1)
+        last_token = selector.next_token(logits)
+        token = _require_token(int(last_token), session, session.base - 1)
         yield Round((token,), drafted=0, accepted=0, depth=0, seconds=clock() - started)
         for _ in range(max_new_tokens - 1):
             if token in eos:
                 return
             started = clock()
             if selector.takes_argmax and session.step is not None:
-                root = session.step(root)
+                last_token = session.step(last_token)
                 passed = clock()
             else:
-                session.feed(root, (ROOT,))
+                session.feed(last_token, (ROOT,))
                 logits = session.finish()
                 passed = clock()
                 session.commit((0,))
-                root = selector.next_token(logits)
-            token = _require_token(int(root), session, session.base - 1)
+                last_token = selector.next_token(logits)
+            token = _require_token(int(last_token), session, session.base - 1)
             seconds, verify_seconds = clock() - started, passed - started
             yield Round((token,), drafted=0, accepted=0, depth=0, seconds=seconds, verify_seconds=verify_seconds)
 

@@ -49,9 +49,7 @@ class Generation:
 def collect(rounds: Iterator[Round], clock: Clock = time.perf_counter) -> Generation:
     """Run a decoding generator to its end, timing prefill and decoding separately."""
     started = clock()
-    prefill_round = next(rounds)
-    prefilled = clock()
-    later_rounds = tuple(rounds)
-    ended = clock()
+    prefill_round, prefilled = next(rounds), clock()
+    later_rounds, ended = tuple(rounds), clock()
     tokens = tuple(token for r in (prefill_round, *later_rounds) for token in r.tokens)
     return Generation(tokens, prefilled - started, ended - prefilled, later_rounds)

@@ -36,7 +36,7 @@ class TargetSession(Session):
     """Runs a model over one text in two halves, layers [0, split) and [split, L).
 
     A drafter that shares the target's first layers feeds rows through the first half while it drafts; `finish` then
-    runs only the second half over all rows, so no layer computes a row twice. Any other drafter uses split = 0, where
+    runs only the second half over all rows, so no layer computes a row twice. Other drafters use split = 0, where
     the first half is the embedding. With split None, for a drafter's own model, all layers are in the first half.
 
     Aux hidden states (`aux_layers`) need split = 0. `round` and `fed` of `Session` are the rows since the last commit,
@@ -331,8 +331,7 @@ class Runtime:
     captures: CUDA graphs captured so far; capture time is excluded from decode time.
     """
 
-    name = "eager"
-    captures = 0
+    name, captures = "eager", 0
 
     def choose_kernels(self, targets: Sequence[Target], positions: int) -> "tuple[KernelChoice, ...]":
         """The attention kernels for `prepare`, if there is a choice: measured on texts of up to `positions` tokens."""
@@ -340,6 +339,9 @@ class Runtime:
 
     def prepare(self, positions: int, kernels: "Sequence[KernelChoice]") -> None:
         """Called before the first session: texts have up to `positions` tokens; `kernels` are used."""
+
+    def forget_idle(self) -> None:
+        """Free what is kept for further texts of models that draft no more."""
 
     def session(self, target: Target, split: int | None, capacity: int, context: int | None = None) -> Session:
         """As `eager_session(target, split, capacity, context)`."""

@@ -21,15 +21,9 @@ from outrider.draft_models.dflash.model import DFlash
 from outrider.draft_models.eagle3.checkpoint import open_head
 from outrider.draft_models.eagle3.model import Eagle3, Steps
 from outrider.draft_models.early_exit.model import EarlyExit
+from outrider.draft_models.heads import sizes
 from outrider.draft_models.heads.files import D2T, StoredDrafter
 from outrider.draft_models.heads.layers import DraftHead
-from outrider.draft_models.heads.sizes import (
-    HeadSizes,
-    apply_changes,
-    default_aux_layers,
-    require_fitting_target,
-    rope_base,
-)
 from outrider.draft_models.mtp.checkpoint import open_mtp
 from outrider.draft_models.small_lm.model import TRAINING_FILE as LM_TRAINING_FILE
 from outrider.draft_models.small_lm.model import SmallLM, last_id
@@ -229,8 +223,8 @@ def examine_head(
     stored_head, layered = open_stored(where, target.config, changes), require_layers(stack)
     tensors, declared = stored_head.tensors(stack.dtype, stack.device), stored_head.reading
 
-    def make(reading: HeadSizes) -> DraftHead:
-        require_fitting_target(reading, target.config, stored_head.where)
+    def make(reading: sizes.HeadSizes) -> DraftHead:
+        sizes.require_fitting_target(reading, target.config, stored_head.where)
         head = stored_head.make(reading, tensors)
         head.use_target(layered)
         return head
@@ -238,7 +232,7 @@ def examine_head(
     variants, seen = [Variant(DECLARED, partial(draft, make(declared)), declared.taps)], [declared]
     for change in _neighbours(declared, target):
         try:
-            reading = apply_changes(declared, change, target.config)
+            reading = sizes.apply_changes(declared, change, target.config)
             if reading in seen:
                 continue
             variant = partial(draft, make(reading))
@@ -271,13 +265,13 @@ def _head_facts(stored: StoredDrafter[DraftHead], tensors: Mapping[str, Tensor],
         yield Fact("positions", f"max_position_embeddings={limit}, the target's {context}: servers stop there", True)
 
 
-def _neighbours(reading: HeadSizes, target: OpenTarget) -> Iterator[ReadingChanges]:
+def _neighbours(reading: sizes.HeadSizes, target: OpenTarget) -> Iterator[ReadingChanges]:
     """The changes to try, one at a time; some may be impossible, or equal to the declared reading."""
     moved = (tuple(tap + step for tap in reading.taps) for step in (1, -1))
-    usual = default_aux_layers(target.config.num_hidden_layers)
+    usual = sizes.default_aux_layers(target.config.num_hidden_layers)
     yield from (ReadingChanges(taps=taps) for taps in (*moved, usual) if taps[0] >= 0)
     yield ReadingChanges(rope="target")
-    for base in (None, 10000.0, rope_base(target.config)):  # EAGLE trains with 10000, whatever its config says
+    for base in (None, 10000.0, sizes.rope_base(target.config)):  # EAGLE trains with 10000, whatever its config says
         yield from (ReadingChanges(rope_theta=base), ReadingChanges(rope="plain", rope_theta=base))
     for field in fields(ReadingChanges):
         declared = getattr(reading, field.name, None)

@@ -251,6 +251,15 @@ def lay_out(model: nn.Module, device: torch.device) -> None:
     _bind(model)
 
 
+def multiply_by_codes(stack: LayerStack) -> None:
+    """Let the layers of `stack` multiply by their codes, in passes of many rows too; its head becomes floats."""
+    if isinstance(stack.head, CodedLinear):
+        stack.head = frozen_linear(stack.head.weight.to(stack.dtype), stack.head.bias)
+        fuse_layers(stack)
+        pack_linears(stack.layers, lambda linears: "panels" if isinstance(linears[0], CodedLinear) else "plain")
+        _bind(stack)
+
+
 def run_at_once(model: nn.Module) -> list[tuple[Any, list[FusedLayer]]]:
     """Let the layers of `model` run at once if they can: a stack's together, others individually.
 

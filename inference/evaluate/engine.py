@@ -22,15 +22,7 @@ from outrider.inference.audit.answers import ServedAnswer
 from outrider.inference.audit.audit import judge_arm, score_answers
 from outrider.inference.batch.server import RETOKENISED
 from outrider.inference.drafters.ngrams.drafter import open_table
-from outrider.inference.evaluate.engine_blocks import (
-    FOLDER,
-    Block,
-    export_drafters,
-    measure_served,
-    require_served,
-    resolve_sampling,
-    served_methods,
-)
+from outrider.inference.evaluate import engine_blocks
 from outrider.inference.evaluate.measuring import measure_prompts, open_queue
 from outrider.inference.evaluate.planning import EvaluationPlan, begin_evaluation, end_evaluation, run_on_prompts
 from outrider.inference.evaluate.reporting import EnginePart, write_report
@@ -58,10 +50,10 @@ def evaluate_in_engine(config: EngineConfig, prompts: Sequence[Prompt]) -> None:
     """As `evaluate_checkpoint`. The engine measures after this runtime, when the memory holds no model any more."""
     config = replace(config, methods=config.all_methods, draft_tokens=())
     with begin_evaluation(config, prompts) as plan:
-        require_served(config, plan.setup, len(prompts), plan.processes.num_processes)
+        engine_blocks.require_served(config, plan.setup, len(prompts), plan.processes.num_processes)
         queue = open_queue(plan)
         # If nothing is measured, a stopped run may have exported other drafters.
-        export_drafters(config, plan.setup, plan.out_dir, anew=queue.prepared is None)
+        engine_blocks.export_drafters(config, plan.setup, plan.out_dir, anew=queue.prepared is None)
         prepared = measure_prompts(plan, queue)
         plan.drafters.clear()
         gc.collect()
@@ -75,7 +67,7 @@ class ServedBlocks:
     """The blocks that an engine measured. By position of a prompt, `here` has this runtime's results, and `references`
     the reference's texts, None if texts are drawn."""
 
-    blocks: Sequence[Block]
+    blocks: Sequence[engine_blocks.Block]
     here: Mapping[int, PromptResult]
     references: Mapping[int, Sequence[int]] | None
 
@@ -86,9 +78,9 @@ def serve_methods(config: EngineConfig, plan: EvaluationPlan) -> dict[str, Engin
     Raises `UserError`.
     """
     here = {m.position: m.turns[0] for m in finished_results(plan.out_dir, config.batch) if m.turns}
-    require_served(config, plan.setup, len(here))  # minutes= may have left prompts out
-    methods = served_methods(config)
-    blocks = measure_served(config, plan.setup, methods, plan.rendered, sorted(here), plan.out_dir)
+    engine_blocks.require_served(config, plan.setup, len(here))  # minutes= may have left prompts out
+    methods = engine_blocks.served_methods(config)
+    blocks = engine_blocks.measure_served(config, plan.setup, methods, plan.rendered, sorted(here), plan.out_dir)
     texts = {position: result.generations[result.reference].tokens for position, result in here.items()}
     served = ServedBlocks(blocks, here, None if config.sampling.temperature > 0 else texts)
     judgements, streams = judge_served(config, plan.setup, served, plan.out_dir), Streams(config.seed).within("served")
@@ -140,14 +132,16 @@ def judge_served(
 ) -> dict[str, dict[str, ServedJudgement]]:
     """By method and arm, the audit of the engine's texts that differ from the references; empty if none differs."""
     by_arm, judgements = (
-        differing_answers(served, resolve_sampling(config, setup)),
+        differing_answers(served, engine_blocks.resolve_sampling(config, setup)),
         dict[str, dict[str, ServedJudgement]](),
     )
     if not by_arm:
         return judgements
     model = load_reference(setup.target, setup.dtype, setup.device)
     for (method, arm), answers in by_arm.items():
-        judgements.setdefault(method, {})[arm] = _audit(config, model, answers, out / FOLDER / f"{method}-{arm}.jsonl")
+        judgements.setdefault(method, {})[arm] = _audit(
+            config, model, answers, out / engine_blocks.FOLDER / f"{method}-{arm}.jsonl"
+        )
     return judgements
 
 
@@ -173,4 +167,4 @@ def _audit(
     write_atomically(file, as_json_lines({key: getattr(answer, key) for key in keys} for answer in answers))
     by_line = dict(enumerate(answers, 1))
     finding = judge_arm(score_answers(model, by_line, Streams(config.seed), simulate=False), by_line, LEVEL)
-    return ServedJudgement(len(answers), f"{FOLDER}/{file.name}", finding.verdict, finding.faults)
+    return ServedJudgement(len(answers), f"{engine_blocks.FOLDER}/{file.name}", finding.verdict, finding.faults)

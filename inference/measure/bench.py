@@ -38,7 +38,7 @@ from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS
 WARM_UP_TOKENS = 8
 # Prompts that are judged if texts alone do not decide, evenly spread; every mismatch is judged too. With `minutes` they
 # are every second one in the order of measuring, as judging a prompt takes about as long as measuring it.
-JUDGED = 12
+JUDGED_PROMPTS = 12
 
 
 def prepare_methods(
@@ -82,12 +82,7 @@ class Bench:
 
 
 def make_bench(
-    config: EvaluateConfig,
-    setup: TargetSetup,
-    models: Models,
-    prepared: Prepared,
-    prompt: Sequence[int],
-    prompts: int,
+    config: EvaluateConfig, setup: TargetSetup, models: Models, prepared: Prepared, prompt: Sequence[int], prompts: int
 ) -> Bench:
     """The arms of `config`, warmed up on a few tokens after `prompt`; `prompts`: the total number of prompts."""
     parts = models.stack, models.drafters, prepared.methods
@@ -111,7 +106,7 @@ def make_bench(
         synchronized = arms_for(config.max_new_tokens, synchronized_clock)
         profilers = {name: synchronized[name] for name in (AUTOREGRESSIVE, *prepared.methods)}
     sampled = config.sampling.temperature > 0
-    count = -(-JUDGED // config.batch)
+    count = -(-JUDGED_PROMPTS // config.batch)
 
     def spread(total: int, count: int) -> frozenset[int]:
         """`count` of `total`, evenly spread; the first that are measured where minutes may leave others out."""

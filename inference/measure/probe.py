@@ -1,7 +1,7 @@
 """Start-up measurement of the costs of a round on this device, and of the drafts' acceptance.
 
 `tune` measures each method with "auto" sizes by decoding after a prompt (`measure_costs`). First plain decoding runs.
-Then the method decodes, and each round drafts in another size: by a `_Probe` of several structures (`probes_of`) if a
+Then the method decodes, and each round drafts in another size: by a `_ProbeStructure` of several (`probes_of`) if a
 structure shapes the drafts, else by `_SizesInTurn`. `_cycle` measures the seconds of draft steps and of the target's
 passes by their width. `curve` makes costs of them:
 
@@ -141,7 +141,7 @@ def measure_costs(
     sized_methods = probes_of(method) if shaped else [method]
     drafters_of_probes = (make(config, streams.within("probe", i)) for i, config in enumerate(sized_methods))
     structures = (cast(ModelDrafter, drafter).structure for drafter in drafters_of_probes)
-    probe = _Probe([*structures]) if shaped else _SizesInTurn()
+    probe = _ProbeStructure([*structures]) if shaped else _SizesInTurn()
 
     def generate() -> Iterator[Round]:
         return decode(speculative, probe.into(make(sized_methods[-1], streams)), tokens=new_tokens)
@@ -170,7 +170,7 @@ def _plain_seconds(rounds: Iterator[Round]) -> float:
 
 
 def _rounds_of(
-    generate: Callable[[], Iterator[Round]], probe: "_Probe | _SizesInTurn", drafter: str, tokens: int
+    generate: Callable[[], Iterator[Round]], probe: "_ProbeStructure | _SizesInTurn", drafter: str, tokens: int
 ) -> Iterator[Round]:
     """The rounds of generations of so many `tokens`, without end. Raises `UserError` if `drafter` drafts nothing."""
     while True:
@@ -187,7 +187,7 @@ def _rounds_of(
 
 
 def _cycle(
-    rounds: Iterator[Round], probe: "_Probe | _SizesInTurn", clock: Clock
+    rounds: Iterator[Round], probe: "_ProbeStructure | _SizesInTurn", clock: Clock
 ) -> tuple[list[tuple[int, float]], list[float]]:
     """The (rows, seconds) of the target's passes, and each round's seconds outside its parts, in `CYCLES` cycles."""
     target_passes: list[tuple[int, float]] = []
@@ -230,7 +230,7 @@ class _Passes(Runtime):
         return outputs
 
 
-class _Probe(Structure):
+class _ProbeStructure(Structure):
     """Cycles through several structures by round. laps: (width, seconds) of every draft step, from one forward pass to
     the next or to the end of the draft. once: seconds of the first step of a `OnePass` drafter, whose pass drafts all
     tokens; it is in no lap. tried, right: drafted tokens, and those that the target accepted, by index (see `Tuning`).

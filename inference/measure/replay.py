@@ -31,10 +31,7 @@ from outrider.inference.core.token_selector import TokenSelector, VerifiedDraft
 from outrider.inference.core.tree import DraftTree, depths
 from outrider.inference.core.verify import verify_greedy
 from outrider.inference.loading.drafters import Drafters, load_drafters, new_drafter
-from outrider.inference.measure.recordings import (
-    RecordedTurn,
-    Vocabulary,
-)
+from outrider.inference.measure.recordings import RecordedTurn, Vocabulary
 from outrider.inference.serving.proposer import chain_rounds
 from outrider.inference.settings.engine import draft_length, refusal_of
 from outrider.inference.settings.evaluate import ReplayConfig

@@ -113,6 +113,8 @@ def _repeat(prompt: Sequence[int]) -> list[int]:
 def _time_token(server: TimedServer, prompt: list[int], seed: int) -> float:
     """Seconds between two tokens of an answer to `prompt`."""
     _, steps, times, _ = server.stream(prompt, ANSWER_TOKENS, seed, ignore_eos=True, cache_prompt=True)
+    if len(steps) < 2:
+        raise UserError(f"{server.setting}: an answer came in one piece: it ended at once, or a proxy collects it")
     return (times[-1] - times[1]) / max(1, sum(map(len, steps[1:])))
 
 

@@ -6,42 +6,10 @@ from dataclasses import asdict, replace
 from outrider.base.machine import describe_machine
 from outrider.base.streams import Streams
 from outrider.draft_models.early_exit.checkpoint import provenance
+from outrider.inference.measure import speed, statistics
 from outrider.inference.measure.lossless import judge_deviations
 from outrider.inference.measure.results import PromptResult
-from outrider.inference.measure.speed import (
-    break_even,
-    conversations,
-    end_to_end,
-    parts_of_time,
-    prefill_seconds,
-    speedup,
-    speedups,
-    speedups_over_baselines,
-    time_of_a_plain_token,
-    tokens_per_second,
-    without_loops,
-)
-from outrider.inference.measure.statistics import (
-    acceptance_by_candidates,
-    acceptance_by_position,
-    chosen_sizes,
-    count_loops,
-    count_rounds_by_source,
-    decode_statistics,
-    judge_speed,
-    structure_statistics,
-)
-from outrider.inference.report.types import (
-    HALF_NAMES,
-    NOT_LOSSLESS,
-    TARGET_DIFFERS,
-    AutoSizes,
-    Conditions,
-    Figures,
-    GenerateSpeed,
-    Lossless,
-    MethodReport,
-)
+from outrider.inference.report import types
 from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS, MethodConfig
 from outrider.inference.sizing.policy import Tuning
 
@@ -50,10 +18,10 @@ def build_report(
     method: str,
     config: MethodConfig,
     results: Sequence[PromptResult],
-    conditions: Conditions,
+    conditions: types.Conditions,
     seed: int,
     tuning: Tuning | None = None,
-) -> MethodReport:
+) -> types.MethodReport:
     """The report of one method, whose settings are `config`, over all prompts.
 
     tuning: the measurements that "auto" sizes were chosen from.
@@ -62,42 +30,44 @@ def build_report(
     arms = {"autoregressive": AUTOREGRESSIVE, TRANSFORMERS: TRANSFORMERS, "speculative": method}
     streams = Streams(seed).within(method, "bootstrap")
     figures = make_figures(results, method, streams)
-    excusing = conditions.computes_in in HALF_NAMES
+    excusing = conditions.computes_in in types.HALF_NAMES
     lossless = compare_texts(results, method, sampled=conditions.temperature > 0, excusing=excusing)
     by_category = {name: [r for r in results if r.category == name] for name in sorted({r.category for r in results})}
-    return MethodReport(
+    return types.MethodReport(
         method=method,
         conditions=conditions,
         settings=asdict(config),
         machine=describe_machine(conditions.device),
         made_with=provenance(),
-        figures=replace(figures, speedup=speedups_over_baselines(results, method, streams)),
+        figures=replace(figures, speedup=speed.speedups_over_baselines(results, method, streams)),
         tokens=sum(len(g.tokens) for g in generations),
         seed=seed,
         lossless=lossless,
-        structure=structure_statistics(generations),
-        acceptance_by_candidates=tuple(acceptance_by_candidates(generations)),
-        sources=count_rounds_by_source(generations),
-        auto=AutoSizes(tuning.costs.summary(), chosen_sizes(generations)) if tuning else None,
-        tokens_per_second={name: tokens_per_second(results, arm) for name, arm in arms.items()},
-        whole_answers_per_second={name: tokens_per_second(results, arm, prefill=True) for name, arm in arms.items()},
-        prefill_seconds={name: prefill_seconds(results, arm, streams) for name, arm in arms.items()},
-        end_to_end=speedups_over_baselines(results, method, streams, end_to_end),
-        autoregressive=time_of_a_plain_token(results),
-        break_even_acceptance=break_even(results, method),
-        seconds=parts_of_time(results, method),
-        acceptance_by_position=acceptance_by_position(generations),
-        acceptance_given_previous=acceptance_by_position(generations, given_previous=True),
+        structure=statistics.structure_statistics(generations),
+        acceptance_by_candidates=tuple(statistics.acceptance_by_candidates(generations)),
+        sources=statistics.count_rounds_by_source(generations),
+        auto=types.AutoSizes(tuning.costs.summary(), statistics.chosen_sizes(generations)) if tuning else None,
+        tokens_per_second={name: speed.tokens_per_second(results, arm) for name, arm in arms.items()},
+        whole_answers_per_second={
+            name: speed.tokens_per_second(results, arm, prefill=True) for name, arm in arms.items()
+        },
+        prefill_seconds={name: speed.prefill_seconds(results, arm, streams) for name, arm in arms.items()},
+        end_to_end=speed.speedups_over_baselines(results, method, streams, speed.end_to_end),
+        autoregressive=speed.time_of_a_plain_token(results),
+        break_even_acceptance=speed.break_even(results, method),
+        seconds=speed.parts_of_time(results, method),
+        acceptance_by_position=statistics.acceptance_by_position(generations),
+        acceptance_given_previous=statistics.acceptance_by_position(generations, given_previous=True),
         by_category={
             name: make_figures(group, method, streams.within("category", name)) for name, group in by_category.items()
         },
         transformers_generate=generate_speed(results, streams),
-        speedup_per_prompt=speedups(results, method, AUTOREGRESSIVE),
+        speedup_per_prompt=speed.speedups(results, method, AUTOREGRESSIVE),
         verdict=method_verdict(method, lossless, figures, conditions),
     )
 
 
-def method_verdict(method: str, lossless: Lossless, figures: Figures, conditions: Conditions) -> str:
+def method_verdict(method: str, lossless: types.Lossless, figures: types.Figures, conditions: types.Conditions) -> str:
     """The verdict: on the texts if they are wrong, else on the speed.
 
     Texts are wrong if one differs from the reference's by more than a rounding tie, or if the judgement has a fault. If
@@ -105,36 +75,41 @@ def method_verdict(method: str, lossless: Lossless, figures: Figures, conditions
     """
     judgement, of_plain = lossless.judged[method], lossless.judged[AUTOREGRESSIVE]
     plain_identical = lossless.autoregressive_identical == lossless.checked
-    plain_excused = of_plain is not None and conditions.computes_in in HALF_NAMES
+    plain_excused = of_plain is not None and conditions.computes_in in types.HALF_NAMES
     if not (plain_identical or plain_excused) or (of_plain and of_plain.faults):
-        return TARGET_DIFFERS
+        return types.TARGET_DIFFERS
     if lossless.identical + lossless.excused_ties != lossless.checked or (judgement and judgement.faults):
-        return NOT_LOSSLESS
-    return judge_speed(figures.speedup_without_loops, conditions.load.busy)
+        return types.NOT_LOSSLESS
+    return statistics.judge_speed(figures.speedup_without_loops, conditions.load.busy)
 
 
-def make_figures(results: Sequence[PromptResult], method: str, streams: Streams) -> Figures:
+def make_figures(results: Sequence[PromptResult], method: str, streams: Streams) -> types.Figures:
     """The figures of a method on some prompts, its share of looping text, and the speed-up without loops."""
-    generations, loopless = [r.generations[method] for r in results], without_loops(results, method, AUTOREGRESSIVE)
-    return Figures(
-        prompts=conversations(results),
+    generations, loopless = (
+        [r.generations[method] for r in results],
+        speed.without_loops(results, method, AUTOREGRESSIVE),
+    )
+    return types.Figures(
+        prompts=speed.conversations(results),
         turns=len(results),
-        **vars(decode_statistics(generations)),
-        speedup=speedup(results, method, AUTOREGRESSIVE, streams),
-        loops=count_loops([g.tokens for g in generations]),
-        speedup_without_loops=speedup(loopless, method, AUTOREGRESSIVE, streams),
+        **vars(statistics.decode_statistics(generations)),
+        speedup=speed.speedup(results, method, AUTOREGRESSIVE, streams),
+        loops=statistics.count_loops([g.tokens for g in generations]),
+        speedup_without_loops=speed.speedup(loopless, method, AUTOREGRESSIVE, streams),
     )
 
 
-def generate_speed(results: Sequence[PromptResult], streams: Streams) -> GenerateSpeed | None:
+def generate_speed(results: Sequence[PromptResult], streams: Streams) -> types.GenerateSpeed | None:
     """The speed-ups of transformers' `generate`; None if it was not run."""
     if TRANSFORMERS not in results[0].generations:
         return None
-    ratios = (speedup(results, TRANSFORMERS, AUTOREGRESSIVE, streams, *seconds) for seconds in ((), (end_to_end,)))
-    return GenerateSpeed(*ratios)
+    ratios = (
+        speed.speedup(results, TRANSFORMERS, AUTOREGRESSIVE, streams, *seconds) for seconds in ((), (speed.end_to_end,))
+    )
+    return types.GenerateSpeed(*ratios)
 
 
-def compare_texts(results: Sequence[PromptResult], method: str, *, sampled: bool, excusing: bool) -> Lossless:
+def compare_texts(results: Sequence[PromptResult], method: str, *, sampled: bool, excusing: bool) -> types.Lossless:
     """The texts compared, and the judgements of the method and of plain decoding.
 
     sampled: no text is compared. excusing: a difference may be a rounding tie, as in half precision.
@@ -151,7 +126,7 @@ def compare_texts(results: Sequence[PromptResult], method: str, *, sampled: bool
             return 0
         return sum(not r.identical(arm) and arm in r.deviations for r in checked)
 
-    return Lossless(
+    return types.Lossless(
         reference=None if sampled else results[0].reference,
         checked=len(checked),
         identical=sum(r.identical(method) for r in checked),

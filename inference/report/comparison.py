@@ -16,8 +16,8 @@ from outrider.base.run_dirs import only_run
 from outrider.base.streams import Streams
 from outrider.base.words import Columns, fill_table, list_words
 from outrider.inference.measure.results import REPORT_FILE, PromptResult, read_results
-from outrider.inference.measure.speed import decoding, median_of, select_timed
-from outrider.inference.measure.statistics import Loops, MedianInterval, count_loops, judge_speed, loop_length
+from outrider.inference.measure.speed import decoding, median_of, select_timed, without_loops
+from outrider.inference.measure.statistics import Loops, MedianInterval, count_loops, judge_speed
 from outrider.inference.report.types import NOT_LOSSLESS, TARGET_DIFFERS, MethodReport, read_reports, to_json
 from outrider.inference.settings.method import AUTOREGRESSIVE
 from outrider.inference.settings.tools import CompareConfig
@@ -61,7 +61,8 @@ class MethodsCompared:
 
     gain: ratio of the speed-ups over plain decoding, each in its own run. seconds: ratio of the tokens per second.
     tau: ratio of τ. same_text: the number of prompts on which both texts are equal. loops: of the texts of both.
-    gain_without_loops: the gain on prompts where neither text loops; the verdict comes from it.
+    gain_without_loops: the gain on prompts where no text loops, plain ones and those decoded together included; the
+    verdict comes from it.
     """
 
     pair: tuple[str, str]
@@ -176,7 +177,8 @@ def compare_methods(
         coarser = min(sides, key=lambda results: len({result.unit for result in results}))
         return median_of(coarser, values, streams.within(figure.__name__))
 
-    gain = ratio(_speedup, [name for name in fair if not any(map(loop_length, texts[name]))])
+    loopless = [{r.prompt_id for r in without_loops([*run.results.values()], arm, AUTOREGRESSIVE)} for run, arm in arms]
+    gain = ratio(_speedup, [name for name in fair if all(name in names for names in loopless)])
     verdicts = {report.verdict for run, arm in arms if (report := run.reports.get(arm)) is not None}
     wrong = next((verdict for verdict in (TARGET_DIFFERS, NOT_LOSSLESS) if verdict in verdicts), None)
     return MethodsCompared(

@@ -34,7 +34,7 @@ def make_page(
 ) -> str:
     """The page of one evaluation. decode: token ids → text, special tokens included. plots: see `save_plots`.
 
-    Any text is safe: model output is escaped.
+    All text is safe: model output is escaped.
     """
     first, run, names = reports[0], reports[0].conditions, [report.method for report in reports]
     methods = f"{len(names)} methods" if len(names) > 3 else " and ".join(names)

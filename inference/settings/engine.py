@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 from outrider.base.errors import require
-from outrider.base.settings import Count, Url, free, only, require_default
+from outrider.base.settings import Count, Url, free, only, require_defaults
 from outrider.base.words import SECRET_NAME
 from outrider.draft_models.targets.settings import EnginePython
 from outrider.inference.settings.evaluate import EvaluateConfig
@@ -88,13 +88,12 @@ class EngineConfig(EvaluateConfig):
     """lengths K of the drafts of all methods that the engine runs, one method for each; empty: their own"""
     out_dir: str = free("runs/engine", "where the report goes")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
         engine, drafting = self.engine, self.engine_options.get("speculative_config", {})
         of_urls = ("engine_plain", "server_model") if engine in MODULES else ()
         of_many = ("concurrency",) if engine in ("openvino", "transformers") else ()
-        for name in ("stop_strings", "debug", "batch", *of_urls, *of_many):
-            require_default(self, name, f"engine={engine} does not read it")
+        unread = ("stop_strings", "debug", "batch", *of_urls, *of_many)
+        require_defaults(self, unread, f"engine={engine} does not read it")
         chosen = isinstance(drafting, Mapping) and not drafting.keys() & {"method", "model", "num_speculative_tokens"}
         has_no_key = not any(map(SECRET_NAME.search, self.engine_options))
         for key, fits, expected in (

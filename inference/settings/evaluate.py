@@ -19,7 +19,7 @@ from outrider.base.settings import (
     missing_error,
     only,
     opt,
-    require_default,
+    require_defaults,
 )
 from outrider.base.wandb_config import WandbConfig
 from outrider.data_prep.text.settings import PromptSource, PromptTemplate, RecordFile, TemplateArguments
@@ -65,7 +65,7 @@ class Drafting:
             if key is not None and using:
                 option = key if hasattr(self, key) else f"+drafters.{key}"
                 path = getattr(self, key, None) if key == EARLY_EXIT.option else where
-                expected = f"{kind.needs} for {using}{self._instead()}"
+                expected = f"{kind.needs} for {using}{self._checkpoint_hint()}"
                 if path is None and where is None:
                     raise missing_error(option, expected)
                 require(where is not None, option, path, expected)
@@ -95,7 +95,7 @@ class Drafting:
     def _check_methods(self) -> None:
         """Raise `UserError` if the command cannot run the methods."""
 
-    def _instead(self) -> str:
+    def _checkpoint_hint(self) -> str:
         """A hint for an error about a missing model: what was given instead; empty if nothing was."""
         return ""
 
@@ -125,7 +125,7 @@ class DecodingConfig(Drafting, Settings):
     revision: str | None = free(None, "of the target on the Hub: branch, tag or commit", debug=None)
     template: PromptTemplate = "auto"
     """how chat prompts are rendered; auto: as in the drafters' training, else by the tokenizer's chat template; none:
-    bare text. Any other template than the drafters' is refused"""
+    bare text. A template that is not the drafters' is refused"""
     chat_template_kwargs: TemplateArguments = opt(factory=dict, debug=DEFAULT)
     """what the chat template reads besides, by name"""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -135,8 +135,7 @@ class DecodingConfig(Drafting, Settings):
     device: str = opt("auto", "auto | cpu | cuda | cuda:N")
     runtime: Runtime = opt("auto", "graphed: passes of fixed shape as CUDA graphs (uncaptured without CUDA)")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
         self.check_drafters()
         for kind in KINDS.values():
             once = kind != self.checkpoint_kind or super().where(kind) in (None, self.checkpoint)
@@ -147,7 +146,7 @@ class DecodingConfig(Drafting, Settings):
             same_revision, "mtp", TARGET, "a directory of that revision, as the head is looked for in the latest one"
         )
         if self.target is None and self.early_exit is None:
-            raise missing_error("target", f"the model that is to decode{self._instead()}")
+            raise missing_error("target", f"the model that is to decode{self._checkpoint_hint()}")
 
     def where(self, kind: Kind) -> str | None:
         if self.checkpoint is not None and kind == (self.checkpoint_kind or EARLY_EXIT):
@@ -170,7 +169,7 @@ class DecodingConfig(Drafting, Settings):
         used = {method.source for method in self.methods.values()}
         return any(kind.layers and (kind.name in used or self.where(kind) is not None) for kind in KINDS.values())
 
-    def _instead(self) -> str:
+    def _checkpoint_hint(self) -> str:
         """The hint: what `checkpoint` holds."""
         if self.checkpoint_kind is None:
             return "" if self.checkpoint is None else f"; checkpoint={self.checkpoint} holds no drafter that is known"
@@ -182,7 +181,7 @@ class DecodingConfig(Drafting, Settings):
 class EvaluateConfig(Rehearsed, RunConfig, DecodingConfig):
     """evaluate-checkpoint: a drafter, prompts, and the methods to compare on them."""
 
-    leaves: ClassVar[tuple[str, ...]] = ("results-*.jsonl", "report.json")
+    run_files: ClassVar[tuple[str, ...]] = ("results-*.jsonl", "report.json")
     prompts: PromptSource = opt("python_stdlib", debug="python_stdlib")
     """python_stdlib: held-out standard-library files; a JSONL, JSON or parquet file; or a benchmark of the Hub by name:
     mt_bench, gsm8k, humaneval, alpaca, cnn_dm, xsum or wmt"""
@@ -220,11 +219,12 @@ class EvaluateConfig(Rehearsed, RunConfig, DecodingConfig):
     def _check_methods(self) -> None:
         require(bool(self.methods), "method", sorted(self.methods), "at least one, e.g. method=eesd_survival")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
         heads = [kind.name for kind in READABLE if self.where(kind) is not None]
         if len(heads) != 1:
-            require_default(self, "reading", f"expected with one draft head; this run has {', '.join(heads) or 'none'}")
+            require_defaults(
+                self, ["reading"], f"expected with one draft head; this run has {', '.join(heads) or 'none'}"
+            )
 
     def plugin(self, kind: Kind) -> "AnyPlugin":
         return kind.load_plugin().read_with(self.reading)
@@ -263,8 +263,7 @@ class ReplayConfig(Drafting, Settings):
     seed: int = opt(0, "of what searches draw")
     out_dir: str = free("runs/replay", "where report.md and report.json go")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
         self.check_drafters()
         for option, setting in (("server_model", self.server_model), ("draft_server", self.draft_server)):
             self.require(option, self.server is not None or setting is None, "null without server=URL")

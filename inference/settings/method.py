@@ -14,7 +14,7 @@ from typing import Annotated, Final, Literal, get_args
 from annotated_types import Ge, Gt, Le, Lt
 
 from outrider.base.errors import UserError, require
-from outrider.base.settings import Count, KeyOf, Positive, Settings, Share, construct, only, opt, require_default
+from outrider.base.settings import Count, KeyOf, Positive, Settings, Share, construct, only, opt, require_defaults
 from outrider.base.words import did_you_mean
 from outrider.inference.settings import CHAIN_TOKENS, LONGEST_CHAIN, MOST_NODES
 from outrider.inference.settings.kind import Kind
@@ -76,8 +76,7 @@ class StopConfig(Settings):
     score: Annotated[Literal["draft", "head"], only(rule="survival")] = "draft"
     """source of a token's probability to be right: the draft's q, or the head of `outrider calibrate`"""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
         sized = self.max_draft != AUTO or self.rule == "fixed"
         expected = "an integer ≥ 1, or auto with rule=fixed (the others decide themselves when to stop), or null"
         self.require("max_draft", sized, expected)
@@ -145,14 +144,13 @@ class StructureConfig(Settings):
     """by what a tree grows when sampling: q after the sampler's temperature, top-p and so on; drafter: q as under
     greedy decoding, so that sampling changes the verification only (OPT-Tree, section 4.6)"""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
         for key in ("max_depth", "nodes"):
             sized = getattr(self, key) != AUTO or self.kind == "opt_tree"
             self.require(key, sized, "an integer ≥ 1, or auto with kind=opt_tree")
         self.require("widths", len(self.widths) > 0, "integers ≥ 1, e.g. [4,2,2]")
         if self.kind == "static" and self.shape != "binary":
-            require_default(self, "nodes", f"shape={self.shape} does not read it")
+            require_defaults(self, ["nodes"], f"shape={self.shape} does not read it")
         require(self.tau > 0 or not self.deep_copies, "deep_copies", True, "false with tau=0, which copies nothing")
         if self.max_depth == AUTO:
             self.require("delta", self.delta is None, "null with max_depth=auto, which decides when to stop")
@@ -191,8 +189,7 @@ class NgramConfig(Settings):
     recycle: Annotated[int, Ge(0), Le(64), only(evidence="mixed")] = 0
     """likeliest tokens kept of every row that the target verified, as evidence (recycled logits); 0: none"""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
         sized = self.nodes != AUTO or self.search == "best_first"
         self.require("nodes", sized, "an integer ≥ 1, or auto with search=best_first")
         self.require("max_probability", self.increment <= self.max_probability, f"increment ({self.increment}) to 1")
@@ -229,8 +226,7 @@ class MethodConfig(Settings):
         True, "small_lm: false leaves out a PARD-2 drafter's projection of the target's hidden states"
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
         kind = KINDS[self.source]  # shaped: structure and stop shape its drafts; has_stop: stop.max_draft limits them
         calibrated = ", ".join(name for name, entry in KINDS.items() if entry.calibration is not None)
         another = f"another rule for source={self.source}: a calibration head belongs to a drafter of {calibrated}"
@@ -258,12 +254,10 @@ class MethodConfig(Settings):
         some_read = {key for entry in KINDS.values() for key in entry.keys if not key.startswith("stop.")}
         unread = sorted(some_read - {*kind.keys})
         if not kind.shaped:
-            for part in fields(self.stop):  # before `copy`, which the stop rule's file may have set
-                if f"stop.{part.name}" not in kind.keys:
-                    require_default(self.stop, part.name, why, "stop.")
+            parts = (part.name for part in fields(self.stop) if f"stop.{part.name}" not in kind.keys)
+            require_defaults(self.stop, parts, why, "stop.")  # before `copy`, which the stop rule's file may have set
             unread = ["structure", "copy", *unread]
-        for name in unread:
-            require_default(self, name, why)
+        require_defaults(self, unread, why)
 
     @property
     def verification(self) -> Verification:

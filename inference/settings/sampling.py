@@ -22,8 +22,7 @@ class SamplingConfig(Settings):
     """divides positive logits of tokens in the text so far (prompt too); 1: none; null: the target's own where its
     generation config is taken over, else none"""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
         defined = self.temperature == 0 or self.temperature >= 1e-6  # below, logits overflow float32
         self.require("temperature", defined, "0 (greedy) or a number ≥ 1e-6")
 

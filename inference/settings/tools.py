@@ -6,7 +6,7 @@ from typing import Annotated
 from annotated_types import Ge, Gt, Lt
 
 from outrider.base.errors import require
-from outrider.base.settings import Count, Named, Positive, RunConfig, Seed, Url, free, opt, require_default
+from outrider.base.settings import Count, Named, Positive, RunConfig, Seed, Url, free, opt, require_defaults
 from outrider.data_prep.text.settings import PromptSource, PromptTemplate, RecordFile, TemplateArguments
 from outrider.draft_models.targets.settings import Dtype, InputPath, Model
 from outrider.inference.settings.evaluate import DecodingConfig
@@ -22,7 +22,7 @@ class ServeConfig(DecodingConfig):
     port: Annotated[int, Ge(0), Lt(2**16)] = opt(8000, "0: any that is free")
     allow_hosts: list[str] = opt(factory=list, help="names that clients may call it by, beside localhost; *: any")
     allow_origins: list[str] = opt(factory=list, help="pages elsewhere that may ask, as https://example.org; *: all")
-    api_key: Annotated[str, Named("a key")] | None = None
+    api_key: Annotated[str, Named("a key of printable ASCII characters", r"[!-~]([ -~]*[!-~])?")] | None = None
     """key that clients must send; null: that of the variable OUTRIDER_API_KEY, or no key"""
     max_new_tokens: Count = opt(512, "most tokens of an answer, if the request states no limit")
     batch: Count = opt(8, "texts that are decoded at once")
@@ -57,8 +57,7 @@ class CompareConfig(RunConfig):
     seed: int = opt(0, "of the bootstrap")
     out_dir: str = free("runs/compare", "where compare.md and compare.json go")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
         self.require("compare", len(self.compare) == 2, "two directories of evaluations, e.g. [runs/a,runs/b]")
 
 
@@ -100,12 +99,10 @@ class AuditConfig(RunConfig):
     seed: Seed = opt(0, "of what a server draws, and of the coins of the tests and their simulation")
     out_dir: str = free("runs/audit", "where report.md and report.json go")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
         key, chosen = f"server={self.server} answers", (self.answers is None) != (self.server is None)
         require(chosen, key, self.answers, "a JSONL file of answers, or server")
-        for name in OF_SERVERS if self.server is None else ():
-            require_default(self, name, "it is read with server=URL")
-        for name in ("top_k", "top_p") if self.temperature == 0 else ():
-            require_default(self, name, "greedy answers have nothing to choose from; temperature=1 samples")
+        require_defaults(self, OF_SERVERS if self.server is None else (), "it is read with server=URL")
+        unread = ("top_k", "top_p") if self.temperature == 0 else ()
+        require_defaults(self, unread, "greedy answers have nothing to choose from; temperature=1 samples")
         SamplingConfig(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)  # runs its own checks

@@ -34,7 +34,7 @@ class OptTree(Tree):
 
     Only nodes of the last level that are in the best tree so far are fed. In the order by (p̂, depth) a child follows
     its parent, so descendants of a node outside the best `nodes` can never enter. So the best tree contains a prefix of
-    every level sorted by p̂; ties cannot remove a parent, and no gather is needed. Any prefix of that order is also a
+    every level sorted by p̂; ties cannot remove a parent, and no gather is needed. Every prefix of that order is also a
     tree. `TreeGrowth` chooses the prefix with the best rate, and how many nodes of a level to feed.
 
     Nodes are ranked by q after the sampler, or by the softmax of logits / temperature (see `Tree.ranking`).
@@ -77,7 +77,7 @@ class OptTree(Tree):
             rows, depth = range(rows.stop, rows.stop + len(logits)), len(levels)
             level = _draft_level(logits, rows, frontier, nodes, to_probs, temperature)
             levels.append(level)
-            best = sorted([*best, *((-prob, depth) for prob in level.host_probs if prob > 0)])[:nodes]
+            best = sorted([*best, *((-prob, depth) for prob in level.host_path_probs if prob > 0)])[:nodes]
             count, beam = len(best), sum(level_of_node == depth for _, level_of_node in best)
             if growth is not None:
                 count, beam = growth.after_level(len(rows), level.branch_probs, level.parents, best)
@@ -107,7 +107,7 @@ class _Frontier(NamedTuple):
 
     tokens: Tensor  # [m]
     parent_rows: list[int]  # [m]
-    host_probs: list[float]  # [m]: p̂
+    host_path_probs: list[float]  # [m]: p̂
     path_probs: Tensor | None  # [m]: p̂ on the device; None: 1
 
 
@@ -117,7 +117,7 @@ class _Level:
 
     tokens: Tensor  # [n]
     path_probs: Tensor  # [n]: p̂
-    host_probs: list[float]  # [n]: p̂
+    host_path_probs: list[float]  # [n]: p̂
     parents: list[int]  # [n]: indices in the level above
     branch_probs: list[float]  # [n]: q given the parent
     first_row: int  # of the first node, if it was fed
@@ -126,27 +126,33 @@ class _Level:
     def frontier(self, rows: Sequence[int], count: int) -> _Frontier:
         """The first `count` nodes. rows: of the level above."""
         parent_rows = [rows[parent] for parent in self.parents[:count]]
-        return _Frontier(self.tokens[:count], parent_rows, self.host_probs[:count], self.path_probs[:count])
+        return _Frontier(self.tokens[:count], parent_rows, self.host_path_probs[:count], self.path_probs[:count])
 
 
 def _draft_level(
     logits: Tensor, rows: range, frontier: _Frontier, count: int, to_probs: ToProbs | None, temperature: float
 ) -> _Level:
     """The `count` most likely children of the frontier's nodes, from the logits [m, V] after them, which are `rows`."""
-    compiled = likeliest_children(logits, frontier.host_probs, count, 1 / temperature) if to_probs is None else None
+    compiled = (
+        likeliest_children(logits, frontier.host_path_probs, count, 1 / temperature) if to_probs is None else None
+    )
     if compiled is not None:
         path_probs, parent_indices, tokens = compiled
-        host_probs, parents = path_probs.tolist(), parent_indices.tolist()
+        host_path_probs, parents = path_probs.tolist(), parent_indices.tolist()
     else:
         probs = softmax_probs(logits / temperature, rows) if to_probs is None else to_probs(logits, rows)
         if frontier.path_probs is not None:
             probs = probs * frontier.path_probs[:, None]
         path_probs, indices = top_k_chunked(probs.flatten(), min(count, probs.numel()))  # [n]
         tokens, parent_indices = indices % probs.shape[-1], indices // probs.shape[-1]
-        host_probs, floats = torch.stack([path_probs, parent_indices.to(path_probs.dtype)]).tolist()  # one transfer
+        host_path_probs, floats = torch.stack(
+            [path_probs, parent_indices.to(path_probs.dtype)]
+        ).tolist()  # one transfer
         parents = [int(parent) for parent in floats]
-    branch_probs = [prob / frontier.host_probs[parent] for prob, parent in zip(host_probs, parents, strict=True)]
-    return _Level(tokens, path_probs, host_probs, parents, branch_probs, rows.stop)
+    branch_probs = [
+        prob / frontier.host_path_probs[parent] for prob, parent in zip(host_path_probs, parents, strict=True)
+    ]
+    return _Level(tokens, path_probs, host_path_probs, parents, branch_probs, rows.stop)
 
 
 def _assemble(root: Tensor, levels: Sequence[_Level], best: Sequence[tuple[float, int]]) -> OptimalTree:

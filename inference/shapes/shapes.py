@@ -203,7 +203,10 @@ class Ranked(Tree):
                 tokens = levels[-1] if level.fed is None else levels[-1][level.fed]
                 logits = source.extend(tokens, level.parent_rows)  # [m, V]
             rows = range(fed_rows, fed_rows + len(logits))
-            scores = logits if to_probs is None else to_probs(logits, rows)
+            scores = logits
+            if to_probs is not None:  # tokens that sampling leaves out come after all others, by their logits
+                q = to_probs(logits, rows)
+                scores = torch.where(q > 0, q, logits.float() - logits.amax(-1, keepdim=True) - 1)
             fed_rows = rows.stop
             ranking = scores.topk(level.ranks).indices.flatten()  # [m · ranks]
             levels.append(ranking if level.picks is None else ranking[level.picks])

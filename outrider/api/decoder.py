@@ -102,7 +102,7 @@ class Decoder:
         self.runtime = make_runtime(config.runtime, self.setup.device)
         self.budget = budget_of(self.stack, self.drafters, cache_bytes)
         texts = Batch(self.runtime, budget=self.budget)
-        self._worker = Worker(texts, batch, functools.partial(use_device, self.setup.device))  # runs all passes
+        self._worker = Worker(texts, batch, functools.partial(use_device, self.stack.device))  # runs all passes
         self.last: GenerationCounts | None = None
         self._inherited: dict[tuple[bool, bool], Inherited] = {}
         self._tuning: Tuning | None = None
@@ -297,6 +297,7 @@ class Decoder:
         config = config_with_drafter(self.config, self.setup, checkpoint)
         by_layers = self.stack.layered is not None or not config.by_layers
         require(by_layers, "checkpoint", checkpoint, "a drafter without layers of the target, which runs as a whole")
+        self._worker.do(self.runtime.forget_idle)  # buffers and graphs of the drafter that goes
         return self._with_drafters(config)
 
     def _with_drafters(self, config: EvaluateConfig) -> Self:
@@ -304,7 +305,7 @@ class Decoder:
         decoder, setup = copy(self), self.setup
         [(decoder.name, decoder.method)] = config.methods.items()
         decoder.config = config
-        decoder.drafters = load_drafters(decoder.config, setup.target, dtype=setup.dtype, device=setup.device)
+        decoder.drafters = load_drafters(decoder.config, setup.target, dtype=setup.dtype, device=self.stack.device)
         for kind, model in decoder.drafters.items():
             self._worker.do(functools.partial(kinds.KINDS[kind].load_plugin().prepare, model, self.stack))
         decoder.budget = budget_of(self.stack, decoder.drafters, self.budget.most)

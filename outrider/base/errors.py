@@ -9,7 +9,7 @@ from importlib import import_module
 class UserError(Exception):
     """Bad input: what was given, what was expected and what to do. The message is kept as `make_legible` shows it.
 
-    A command prints the message in a line on stderr and exits with status 2. Any other error is a bug and keeps its
+    A command prints the message in a line on stderr and exits with status 2. Every other error is a bug and keeps its
     traceback.
     """
 
@@ -27,7 +27,7 @@ warn_once = cache(warn)
 
 
 def require(condition: bool, key: str, setting: object, expected: str) -> None:
-    """Raise `UserError` naming the config `key` unless `condition` holds; for `__post_init__` validation."""
+    """Raise `UserError` naming the config `key` unless `condition` holds; for checks of settings."""
     if not condition:
         raise UserError(f"{key}={setting!r}: expected {expected}")
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import IO
 
 from filelock import FileLock
 
@@ -39,6 +40,14 @@ def write_atomically(path: Path, content: bytes, remedy: str = REMEDY) -> None:
         raise UserError(f"{path}: cannot be written ({error.strerror}); {remedy}") from None
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def reserve_space(file: IO[bytes], size: int) -> None:
+    """Make `file` `size` bytes long. Raises `OSError` on a full disk, where writing to its map kills a process."""
+    if size and hasattr(os, "posix_fallocate"):  # macOS has none
+        os.posix_fallocate(file.fileno(), 0, size)
+    else:
+        file.truncate(size)
 
 
 def as_json_lines(records: Iterable[Mapping[str, object]]) -> bytes:

@@ -54,7 +54,7 @@ def _least_quota(quota: float) -> float:
 def _control_groups(controller: str) -> Iterator[Path]:
     """The folders of this process's control groups (of version 1 or 2), and of those that contain them."""
     with suppress(OSError):
-        for line in _OWN_GROUPS.read_text().splitlines():
+        for line in _OWN_GROUPS.read_text("utf-8").splitlines():
             _, controllers, path = line.split(":", 2)
             root = _ALL_GROUPS / controller if controllers else _ALL_GROUPS
             if controller in controllers.split(",") or not controllers:
@@ -65,5 +65,5 @@ def _control_groups(controller: str) -> Iterator[Path]:
 def _read_words(path: Path) -> list[str]:
     """The words of a file, none if there is no such file."""
     with suppress(OSError):
-        return path.read_text().split()
+        return path.read_text("utf-8").split()
     return []

@@ -20,8 +20,12 @@ def describe_machine(device: str | None = None) -> dict[str, str | int | None]:
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16; or float32 on a CPU without bfloat16 instructions, which would be several times slower in bfloat16."""
-    return torch.bfloat16 if device.type != "cpu" or torch.cpu._is_avx512_bf16_supported() else torch.float32
+    """bfloat16; or float32 on a device without instructions for it, which would be several times slower in bfloat16."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        is_native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        is_native = device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()
+    return torch.bfloat16 if is_native else torch.float32
 
 
 def _cpu_name() -> str:

@@ -1,7 +1,8 @@
-"""The processes of a launcher (`accelerate launch`, torchrun, srun): joined once, shut down in order."""
+"""The processes of a launcher (`accelerate launch`, torchrun): joined once, shut down in order."""
 
 import atexit
 import functools
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,11 +12,12 @@ from typing import TypeVar, cast
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from torch import distributed
 
-from outrider.base.errors import UserError
-from outrider.base.run_dirs import RUN_TIMES, begin_time, only_run
+from outrider.base.errors import UserError, warn
+from outrider.base.limits import usable_cores
+from outrider.base.run_dirs import HOLDER_FILE, RUN_TIMES, begin_time, only_run
 
 Value = TypeVar("Value")
 PATIENCE = timedelta(hours=6)  # for which a process waits for the others in a collective
@@ -28,6 +30,9 @@ def join_processes() -> PartialState:
     A collective waits up to `PATIENCE`, as work of the main process alone (a download, an evaluation) may take long.
     """
     state = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
+    has_one_thread = state.num_processes == 1 and torch.get_num_threads() == 1 < usable_cores()
+    if has_one_thread and "ACCELERATE_MIXED_PRECISION" in os.environ:
+        warn(f"accelerate launch gives a process 1 thread; OMP_NUM_THREADS={usable_cores()} gives it all cores")
     atexit.register(_leave)
     return state
 
@@ -62,6 +67,10 @@ def only_run_of(state: PartialState, folder: Path, what: str, resume: bool | Non
     """
     with ExitStack() as stack:
         from_main(state, lambda: stack.enter_context(only_run(folder, what)))
+        seen = gather_object([(folder / HOLDER_FILE).exists()])
+        if not all(seen):
+            unseen = f"process {seen.index(False)} does not see what the main process writes there"
+            raise UserError(f"out_dir={folder}: {unseen}; give a directory that all machines share")
         if resume is not None:
             start = from_main(state, datetime.now)
             RUN_TIMES.append(functools.cache(functools.partial(begin_time, folder, resume, start)))

@@ -22,15 +22,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from outrider.base.errors import UserError
-from outrider.base.files import (
-    ABSENT,
-    differences,
-    lock,
-    package_version,
-    read_mapping,
-    require_writable,
-    write_json,
-)
+from outrider.base.files import ABSENT, differences, lock, package_version, read_mapping, require_writable, write_json
 from outrider.base.settings import read_as
 from outrider.base.words import list_words, make_legible
 
@@ -65,9 +57,9 @@ def only_run(folder: Path, what: str) -> Iterator[None]:
         run_lock.release()
 
 
-def require_free(folder: Path, leaves: Sequence[str], resume: bool) -> None:
-    """Raise `UserError` if resume is off and `folder` has a file of an earlier run. leaves: patterns of such files."""
-    names = sorted(path.name for pattern in leaves for path in folder.glob(pattern))
+def require_free(folder: Path, run_files: Sequence[str], resume: bool) -> None:
+    """Raise `UserError` if resume is off and `folder` has a file of an earlier run. run_files: their patterns."""
+    names = sorted(path.name for pattern in run_files for path in folder.glob(pattern))
     if names and not resume:
         raise UserError(
             f"out_dir={folder}: holds an earlier run ({names[-1]}); resume=true continues it, another out_dir keeps "

@@ -16,7 +16,7 @@ import dataclasses
 import json
 import re
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
@@ -162,7 +162,7 @@ def field_types(dataclass_type: "DataclassInstance | type[DataclassInstance]") -
 class Settings:
     """The base class of all settings, which are frozen dataclasses: checks their fields against their types.
 
-    A subclass checks conditions on several fields in `__post_init__`, after `super().__post_init__()`.
+    A subclass checks conditions on several fields in `check_fields`, after those of its bases.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
@@ -174,7 +174,9 @@ class Settings:
         _validate(_fields_of(kind).validate_python, (vars(self),), "", vars(self))
         for field in dataclasses.fields(self):
             for option in self.unread_with(field.name):
-                require_default(self, field.name, f"{option}={getattr(self, option)} does not read it")
+                require_defaults(self, [field.name], f"{option}={getattr(self, option)} does not read it")
+        for base in reversed(kind.__mro__):
+            vars(base).get("check_fields", lambda _: None)(self)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, kind: object, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -234,15 +236,14 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig(Settings):
-    """The settings that all commands with an output directory share. leaves: patterns of the files of a run there."""
+    """The settings that all commands with an output directory share. run_files: patterns of a run's files there."""
 
-    leaves: ClassVar[tuple[str, ...]] = ()
+    run_files: ClassVar[tuple[str, ...]] = ()
 
     out_dir: str = free("runs", "where everything goes")
     resume: bool = free(False, "go on with what an earlier run left in out_dir")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
         require(bool(self.out_dir), "out_dir", self.out_dir, "a directory")
 
 
@@ -261,17 +262,18 @@ def describe_type(value_type: object) -> str:
     return next((constraint.what for constraint in _constraints(value_type)), "")
 
 
-def require_default(config: Settings, name: str, why: str, prefix: str = "") -> None:
-    """Raise `UserError` unless a field is at its default, as another value would have no effect. why: it would not.
+def require_defaults(config: Settings, names: Iterable[str], why: str, prefix: str = "") -> None:
+    """Raise `UserError` unless these fields are at their defaults, as others would have no effect. why: they would not.
 
     Of nested settings the error names the first field that differs. prefix: the dotted key of `config`, with a dot.
     """
-    field, setting = next(option for option in dataclasses.fields(config) if option.name == name), getattr(config, name)
-    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    if isinstance(setting, Settings):  # the fields that are changed, one by one
-        for option in dataclasses.fields(setting):
-            require_default(setting, option.name, why, f"{prefix}{name}.")
-    require(setting == default, prefix + name, setting, f"{default!r}, its default: {why}")
+    fields = {field.name: field for field in dataclasses.fields(config)}
+    for name in names:
+        field, setting = fields[name], getattr(config, name)
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if isinstance(setting, Settings):  # the fields that are changed, one by one
+            require_defaults(setting, (option.name for option in dataclasses.fields(setting)), why, f"{prefix}{name}.")
+        require(setting == default, prefix + name, setting, f"{default!r}, its default: {why}")
 
 
 @overload

@@ -148,7 +148,7 @@ def look_for_out_dir(config: Settings) -> None:
         return
     debug = getattr(config, "debug", False)
     require_usable(rehearsal_folder(config.out_dir) if debug else Path(config.out_dir))
-    require_free(Path(config.out_dir), () if debug else config.leaves, config.resume)
+    require_free(Path(config.out_dir), () if debug else config.run_files, config.resume)
 
 
 def _quiet_libraries() -> None:

@@ -100,6 +100,9 @@ def check_words(name: str, words: Sequence[str]) -> None:
                 holds_options = dataclasses.is_dataclass(option_type(schema, key, groups))
                 if holds_options and not (override.is_delete() or isinstance(override.value(), dict)):
                     raise UserError(f"{word}: expected names with values, as {key}={{NAME:VALUE}}")
+    has_own_folders = any(word.startswith(("out_dir=", "experiment=")) and {*"$,"} & {*word} for word in words)
+    if {"-m", "--multirun"} & {*words} and "out_dir" in field_types(schema) and not has_own_folders:
+        raise UserError("--multirun: each run needs a folder of its own, as 'out_dir=runs/grid/${hydra:job.num}'")
 
 
 def option_type(schema: type, key: str, groups: Collection[str] = ()) -> object:

@@ -8,6 +8,7 @@ import os
 import shlex
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -31,6 +32,9 @@ _STORAGE_ERRORS = {
 }  # fmt: skip
 
 
+_AGAIN = 0.05  # seconds after which an interrupt that Python passed over comes again
+
+
 class Terminated(KeyboardInterrupt):
     """SIGTERM, which ends a command as Ctrl-C does."""
 
@@ -39,7 +43,8 @@ class Terminated(KeyboardInterrupt):
 def end_on_sigterm() -> Iterator[None]:
     """Context manager: SIGTERM raises `Terminated` in the process that a user started.
 
-    The forks of this process, a launcher's other processes and the steps of a pipeline end at once.
+    The forks of this process, a launcher's other processes and the steps of a pipeline end at once. Python passes over
+    an interrupt that is raised in a destructor or a callback of the garbage collector: then it is raised again.
     """
     process = os.getpid()
 
@@ -48,11 +53,20 @@ def end_on_sigterm() -> Iterator[None]:
             os._exit(128 + number)
         raise Terminated
 
+    def interrupt_again(passed_over: "sys.UnraisableHookArgs") -> None:
+        if issubclass(passed_over.exc_type, KeyboardInterrupt):
+            number = signal.SIGTERM if passed_over.exc_type is Terminated else signal.SIGINT
+            threading.Timer(_AGAIN, os.kill, (process, number)).start()
+        else:
+            old_hook(passed_over)
+
     old_handler = signal.signal(signal.SIGTERM, handle if _is_typed() else signal.SIG_DFL)
+    old_hook, sys.unraisablehook = sys.unraisablehook, interrupt_again
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, old_handler)
+        sys.unraisablehook = old_hook
 
 
 @contextmanager

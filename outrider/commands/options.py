@@ -48,7 +48,8 @@ def help_text(name: str, overrides: list[str]) -> str:
     for key in usual_keys(name, texts):
         lines += texts.pop(key)
     lines += ["", "The others:", *chain(*texts.values()), ""]
-    return "\n".join([*lines, "--cfg job prints the config as composed; --multirun runs several, e.g. -m fit.seed=0,1"])
+    several = "--multirun runs several, e.g. -m fit.seed=0,1 'out_dir=runs/a/${fit.seed}'"
+    return "\n".join([*lines, f"--cfg job prints the config as composed; {several}"])
 
 
 def usual_keys(name: str, available: Collection[str]) -> list[str]:

@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import cache, partial
 from ipaddress import ip_address
 from pathlib import Path
@@ -148,7 +148,9 @@ class Service:
 
         Raises `UserError` for a directory without a drafter of this target, and for a client of another machine.
         """
-        address = None if request.client is None else ip_address(request.client.host)
+        address = None
+        with suppress(ValueError):  # a proxy may send no address
+            address = None if request.client is None else ip_address(request.client.host)
         is_local = address is not None and (getattr(address, "ipv4_mapped", None) or address).is_loopback
         if not (is_local or self.config.remote_swap):
             raise RefusedError("only clients of this machine may give a drafter, but for remote_swap=true", status=403)

@@ -20,8 +20,8 @@ from outrider.server.workers import RefusedError, TextJob
 if TYPE_CHECKING:
     from outrider.api.decoder import Decoder
 
-# Fields that are accepted and not read: `UNREAD` with any value, `HARMLESS` with the value that changes no answer. Any
-# other unknown field may be empty or 0.
+# Fields that are accepted and not read: `UNREAD` with any value, `HARMLESS` with the value that changes no answer. An
+# unknown field may be empty or 0.
 UNREAD = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
           "include_obfuscation", "timings_per_token"}  # fmt: skip
 HARMLESS = {"tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"], "best_of": 1,

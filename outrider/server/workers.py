@@ -101,14 +101,14 @@ class Answers:
         self.watch: asyncio.Task[None] | None = None
 
     def put(self, event: Event) -> None:
-        """Hand over an event. Any thread may call this."""
+        """Hand over an event. Every thread may call this."""
         self.events.append(event)
         if not self._has_events.is_set():  # otherwise the reader is about to read all events
             with suppress(RuntimeError):  # the loop is closed: nobody reads any more
                 self._loop.call_soon_threadsafe(self._has_events.set)
 
     def cancel(self, error: RefusedError | None = None) -> None:
-        """Cancel the texts: running ones after their current round, waiting ones at once. Any thread may call this.
+        """Cancel the texts: running ones after their current round, waiting ones at once. Every thread may call this.
 
         error: the reader gets it after the pieces that are there.
         """

@@ -5,8 +5,10 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -23,8 +25,8 @@ from outrider import cli
 from outrider.base.errors import UserError
 from outrider.base.progress import RELAY
 from outrider.commands import CONF_DIR, config_for, main_of, report_errors
-from outrider.commands.composing import build, compose_config, typed_keys_of
-from outrider.commands.ending import Terminated, write_resume_line
+from outrider.commands.composing import build, check_words, compose_config, typed_keys_of
+from outrider.commands.ending import Terminated, end_on_sigterm, write_resume_line
 from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import StopConfig, choices_of
 from outrider.inference.settings.method import preset as method
@@ -191,6 +193,13 @@ def test_bad_overrides_fail_fast_on_the_command_line(
     assert message in refused_without_torch(command, "target=t", override)
 
 
+def test_every_run_of_a_grid_has_a_folder_of_its_own() -> None:
+    grid = ["--multirun", "target=t", "exit_layer=1,2"]
+    refusal(r"'out_dir=runs/grid/\$\{hydra:job.num\}'", check_words, "eesd", [*grid, "out_dir=runs/grid"])
+    for folders in ("out_dir=runs/grid/${exit_layer}", "out_dir=a,b"):
+        check_words("eesd", [*grid, folders])
+
+
 def preset_refusal(name: str) -> str:
     try:
         return "accepted" if method(name).source == name.split("/")[0] else "of another source"
@@ -324,6 +333,19 @@ def test_an_interrupt_prints_the_line_that_goes_on_as_it_was_typed(
                 raise error
         assert ended.value.code == (130 if error is KeyboardInterrupt else 143)
         assert capsys.readouterr().err.splitlines() == lines
+
+
+def test_an_interrupt_that_a_destructor_swallows_comes_again() -> None:
+    class Dying:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    def run() -> None:
+        Dying()
+        time.sleep(30)  # it ends at once
+
+    with pytest.raises(Terminated), end_on_sigterm():
+        run()
 
 
 def test_a_launcher_is_told_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

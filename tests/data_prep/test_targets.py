@@ -76,6 +76,16 @@ def test_the_copy_is_the_same_target(tmp_path: Path, sources: dict[str, Path], s
     assert texts[0] == texts[1]
 
 
+def test_all_that_describes_a_model_is_copied(tmp_path: Path, sources: dict[str, Path]) -> None:
+    source = Path(shutil.copytree(sources["bin"], tmp_path / "bin"))
+    names = {"tekken.json", "processor_config.json", "preprocessor_config.json"}  # Mistral's tokenizer, and images
+    for name in names:
+        (source / name).write_text("{}")
+    convert_target(config_for(source, tmp_path / "out"))
+    for folder in (tmp_path / "out", Path(convert.description_location(str(source))[0])):
+        assert {path.name for path in folder.iterdir()} >= names
+
+
 @pytest.mark.parametrize("after", [1, 3, 5])
 @pytest.mark.slow
 def test_a_killed_conversion_goes_on(

@@ -8,7 +8,9 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from threading import get_ident
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,10 +25,11 @@ from outrider.draft_models.calibration import load_calibration, save_calibration
 from outrider.draft_models.calibration_head import CalibrationHead
 from outrider.draft_models.early_exit.checkpoint import digest_parts_below, from_pretrained, read_meta
 from outrider.draft_models.early_exit.model import EarlyExit
+from outrider.draft_models.formats.stored_tensors import Stored
 from outrider.draft_models.targets.fingerprint import fingerprint_target, require_text_alone
 from outrider.draft_models.targets.model_files import load_causal_lm
-from outrider.draft_models.targets.open_target import load_config, load_tokenizer, open_target
-from outrider.draft_models.targets.tensor_files import open_tensors
+from outrider.draft_models.targets.open_target import load_config, load_tokenizer, open_target, why_not_by_layers
+from outrider.draft_models.targets.tensor_files import TensorFiles, open_tensors
 from outrider.inference.loading.memory_plan import Storage, weight_bytes
 from tests.refusals import refusal
 from tests.tiers import as_many
@@ -268,9 +271,23 @@ def test_a_large_targets_digests_cost_little(tmp_path: Path) -> None:
     assert files.bytes_hashed == sum(size for name, size in sizes.items() if not name.startswith(middle))
 
 
+def test_tensors_that_may_have_to_be_decoded_are_hashed_one_by_one() -> None:
+    threads = set[int]()  # each has a whole tensor in memory
+
+    def read() -> torch.Tensor:
+        threads.add(get_ident())
+        return torch.zeros(2**20)
+
+    stored = {f"model.layers.{number}.x": Stored(torch.float32, [2**20], read) for number in range(8)}
+    original = Mock(tensors=lambda: stored)
+    files = TensorFiles("model", None, dict.fromkeys(stored, "model"), ("model", None), original=original)
+    assert len(files.digests(files.file_of)) == 8 * len(threads) == 8
+
+
 def test_a_model_with_other_parts_than_text_is_named() -> None:
     """Before anything of it is computed: by the memory of a run, and by its fingerprint."""
     config = AutoConfig.for_model("gemma3")
     refusal("a gemma3 model has other parts than text; give its text model alone", require_text_alone, config)
     refusal("has other parts than text", weight_bytes, config, Storage(2, 64))
+    assert "has other parts than text" in str(why_not_by_layers(config))
     require_text_alone(config.get_text_config())

@@ -444,7 +444,7 @@ def test_what_the_noise_refuses_is_measured_by_other_readings_of_transformers_to
 
     answers = lossy(model, 0)
     for making, refuses in ((make_reference, True), (tipped, False)):
-        with patch("outrider.inference.audit.audit.make_reference", making):
+        with patch("outrider.inference.audit.audit.lossless.make_reference", making):
             found = judge(model, answers)
         assert found.numbers["not_chosen"] > 0
         assert any("another token than the target's" in fault for fault in found.faults) == refuses
@@ -456,7 +456,7 @@ def test_a_long_answer_is_read_in_parts_that_bound_memory(model: PreTrainedModel
         whole = judge(model, answers)
         with (
             patch("outrider.inference.audit.audit.LOGITS", 10 * model.config.vocab_size + 1),
-            patch("outrider.inference.audit.audit.make_reference", Mock(side_effect=make_reference)) as made,
+            patch("outrider.inference.audit.audit.lossless.make_reference", Mock(side_effect=make_reference)) as made,
         ):
             parts = judge(model, answers)
         assert [len(call.args[2]) for call in made.call_args_list] == [10, 10, 10, 10, 8] * len(answers)

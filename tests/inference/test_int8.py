@@ -189,3 +189,5 @@ def test_a_plan_counts_a_byte_a_weight(
     held = [*model.parameters(), *(b for m in model.modules() if isinstance(m, Int8Linear) for b in m.buffers())]
     assert sum(one.nbytes for one in held) == parts["int8"][0].size
     assert parts["int8"][1:] == parts["bfloat16"][1:]  # the caches are floats
+    model = open_target(str(made[0])).layers(dtype=torch.bfloat16, device="meta", int8=True)  # has room for no floats
+    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"meta"}

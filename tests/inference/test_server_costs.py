@@ -60,9 +60,12 @@ def test_a_drafted_token_takes_a_token_of_the_drafters_server() -> None:
     assert np.median(measure_drafter(StandIn(blocks=False), range(1000, 1300))) == pytest.approx(PASSES[1], rel=0.04)
 
 
-def test_a_server_that_keeps_no_prompt_is_refused() -> None:
+def test_a_server_that_keeps_no_prompt_or_whose_tokens_come_at_once_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"server=stand-in: it computes a known prompt again"):
         measure_server(StandIn(blocks=False), range(1000, 1300))
+    monkeypatch.setattr(StandIn, "stream", lambda *_, **__: (None, [(7,) * 17], [0.0, 1.0], None))
+    with pytest.raises(UserError, match="server=stand-in: an answer came in one piece"):
+        measure_drafter(StandIn(), range(1000, 1300))
 
 
 def rounds_of(widths: list[tuple[int, int]], drafting: float = 0.0) -> Generation:

@@ -83,7 +83,7 @@ tell()"""
     assert found == [[], ["outrider.inference.measure.probe"]]
     before, after = (sum(name.startswith("outrider.") for name in names) for names in told)
     assert 50 < before <= 80
-    assert before + 20 < after <= 115
+    assert before + 20 < after <= 116
     with pytest.raises(AttributeError, match="no attribute 'lode'"):
         outrider.lode  # noqa: B018
 

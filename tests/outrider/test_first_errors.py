@@ -91,7 +91,7 @@ def test_a_wrong_path_and_an_out_dir_in_use_are_refused_without_torch(commands: 
     for name in runs:
         schema = typing.cast(type[RunConfig], COMMANDS[name].load_settings())
         cases.append(([name, *SOME[name], "out_dir=held"], "another run is writing"))
-        for number, pattern in enumerate(schema.leaves):
+        for number, pattern in enumerate(schema.run_files):
             (tmp_path / f"{name}{number}").mkdir()
             (tmp_path / f"{name}{number}" / pattern.replace("*", "7")).touch()
             cases.append(([name, *SOME[name], f"out_dir={name}{number}"], "holds an earlier run"))

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from accelerate import PartialState
 
+from outrider.base import processes
 from outrider.base.errors import UserError
-from outrider.base.processes import only_run_of
+from outrider.base.processes import join_processes, only_run_of
 from outrider.base.run_dirs import HOLDER_FILE, LOCK_FILE, clear, only_run
 from tests.launched import launched
 
@@ -90,6 +91,19 @@ def test_all_processes_of_a_launcher_are_one_run(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {LOCK_FILE}
     assert launched(3, work) == [0, 0, 0]
     assert {path.name for path in tmp_path.iterdir()} == {LOCK_FILE, "0", "1", "2"}
+
+
+def test_a_directory_that_a_machine_does_not_share_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "from_main", lambda *_: None)  # the main process holds another directory
+    with pytest.raises(UserError, match="all machines share"), only_run_of(join_processes(), tmp_path, "results"):
+        pass
+
+
+def test_one_thread_of_a_launcher_is_warned_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setattr(processes, "usable_cores", lambda: 8)  # PyTorch has one thread at the start of a test
+    join_processes.__wrapped__()
+    assert "OMP_NUM_THREADS=8" in capsys.readouterr().err
 
 
 def test_clear_leaves_the_lock(tmp_path: Path) -> None:

@@ -64,6 +64,15 @@ def test_what_a_type_excludes_is_refused_from_python_and_from_yaml(given: dict[s
     assert str(read.value) == f"a.b.{message}"
 
 
+def test_a_class_checks_its_fields_after_its_bases() -> None:
+    class Resumed(base.RunConfig):
+        def check_fields(self) -> None:
+            self.require("resume", self.resume, "true")
+
+    for out_dir, words in (("", "^out_dir='': expected a directory"), ("o", "^resume=False: expected true")):
+        refusal(words, Resumed, out_dir=out_dir)
+
+
 def test_items_are_checked_too() -> None:
     refused: tuple[tuple[dict[str, Any], str], ...] = (
         ({"kind": "wide", "widths": (2, 0)}, r"widths\[1\]=0"), ({"ends": (0.0, 0.0)}, r"ends\[1\]=0\.0"),

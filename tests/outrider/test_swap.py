@@ -1,7 +1,9 @@
 """POST /v1/drafter: another drafter without a request lost; every text stays the target's own."""
 
 import asyncio
+import gc
 import json
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -128,6 +130,15 @@ def _read(rounds: Iterator[Round]) -> list[Round]:
     return read
 
 
+def test_buffers_for_an_earlier_drafter_go_with_it(target: Path, drafters: dict[str, Path]) -> None:
+    model = load(target, method=MethodConfig("small_lm", stop=SHORT), small_lm=str(drafters["lm"]), runtime="graphed")
+    model.generate(TALK, max_new_tokens=4)
+    earlier = weakref.ref(model.drafters["small_lm"].layered)
+    model = model.with_drafter(str(drafters["table"]))
+    gc.collect()
+    assert earlier() is None
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [("none", "no such directory"), ("empty", "found nothing"), ("other", "target"), ("target", None)],
@@ -168,7 +179,7 @@ def test_only_who_is_allowed_gives_a_drafter(target: Path, drafters: dict[str, P
         finally:
             service.close()
 
-    for client, expected in (("127.0.0.1", 200), ("::1", 200), ("10.0.0.7", 403)):
+    for client, expected in (("127.0.0.1", 200), ("::1", 200), ("10.0.0.7", 403), ("unknown", 403)):
         assert status(client) == expected
         assert status(client, remote_swap=True) == 200
     assert status("127.0.0.1", api_key="another") == 401

@@ -73,6 +73,7 @@ def test_drafters_for_a_target_whose_weights_are_elsewhere(
     texts = [f"What is {i}? It is {i} and no {i + 1}. " * 9 for i in range(60)]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     monkeypatch.setattr(auto_choice, "_WITH_TRAINING", (0.9, 0.05, 0.05))  # trainings take all their minutes
+    monkeypatch.setattr(auto_choice, "FIRST_MINUTES", (0.05, 0.05, 0.1))
     with serving(engine) as url:
         config = AutoConfig(
             server=url, tokenizer=str(elsewhere), prompts=str(own_prompts(tmp_path)), train=("small_lm",), minutes=8.0,

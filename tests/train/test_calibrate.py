@@ -36,7 +36,6 @@ from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS
 from outrider.inference.shapes.factory import Chain
 from outrider.inference.stopping.interface import FixedLength
-from outrider.train import calibrate as calibration
 from outrider.train.calibrate import calibrate
 from outrider.train.core.training import Batch
 from outrider.train.parts.calibration_scores import brier_score, predict_acceptance, rounds_of_later_half
@@ -132,6 +131,19 @@ def test_a_recorded_answer_that_was_cut_is_captured_as_far_as_it_goes(tmp_path: 
     recorded = partial(replay, session=partial(RecordedSession, vocabulary=tiny.VOCABULARY))
     again = capture(Drafting(recorded, draft_model, 30, 4), TextToContinue(prompt, answer))
     assert all(torch.equal(again[name], live[name]) for name in ("position", "confidence", "label"))
+
+
+def test_a_text_ends_where_it_does_though_drafts_are_indices(tmp_path: Path) -> None:
+    """All drafts are accepted; end ids are the indices of their tokens, and the id of one token within a draft."""
+    path, prompt = tiny.save_target(tmp_path / "target"), tiny.random_prompt(12)
+    _, stack = tiny.open_stack(path)
+    answer = [token for r in autoregressive(stack, prompt, max_new_tokens=30) for token in r.tokens]
+    end = next(at for at in range(6, 25) if at % 5 in (1, 2, 3) and answer[at] not in answer[:at])
+    drafter = tiny.make_drafter(path, tiny.LAYERS - 1, tokens=torch.tensor(sorted({*answer})))
+    ends = {answer[end], *range(len({*answer}))} - {*answer[:end]}
+    drafts = Drafting(partial(speculative, stack), lambda: EarlyExitDraftModel(drafter), 30, 4, ends)
+    positions = capture(drafts, TextToContinue(prompt))["position"].tolist()
+    assert positions == [at % 5 for at in range(1, end + 1) if at % 5]
 
 
 class Texts:
@@ -304,7 +316,7 @@ def test_captured_is_what_these_settings_ask_for(folder: Path, tmp_path: Path, m
         asked.append((settings, [text.prompt for split in ("train", "heldout") for text in texts[split]]))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(calibration, "capture_splits", capture)
+    monkeypatch.setattr("outrider.train.parts.capture.capture_splits", capture)
     run = calibrating(folder, tmp_path / "run", resume=True)
     path = folder / "target"
     tiny.save_exit(tmp_path / "other", path, tiny.LAYERS - 1, noise=0.2)

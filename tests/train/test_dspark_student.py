@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from outrider.train.settings.fit import FitConfig
 from tests.block_drafters import (
     DIALECTS,
     LAYERS,
+    TARGET,
     VOCABULARY,
     WIDTH,
     Facts,
@@ -120,6 +122,13 @@ def test_faults_are_found(
 ) -> None:
     plant(monkeypatch, *FAULTS[fault])
     assert max(errors(make(), batch)) > 1e-2
+
+
+def test_a_confidence_head_that_stays_behind_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config: Any = SimpleNamespace(start="s", seq_len=64, decode_tokens=8)
+    stored = open_drafter(write_drafter(tmp_path, DSPARK, drafter_weights(DSPARK)), TARGET)
+    dspark.reading_of(config, stored, SimpleNamespace(config=TARGET))  # type: ignore[arg-type]
+    assert "start=s: its confidence head does not learn along" in capsys.readouterr().err
 
 
 def test_drawn_blocks_teach_the_same_on_average(make: Callable[..., DSparkStudent], batch: dict[str, Tensor]) -> None:

@@ -22,7 +22,7 @@ from outrider.draft_models.targets.target import Band
 from outrider.train import eagle3
 from outrider.train.eagle3 import Eagle3Student
 from outrider.train.parts import head_student, steps
-from outrider.train.parts.head_student import HeadStudent, score_batch
+from outrider.train.parts.head_student import HeadStudent, score_batch, score_steps
 from outrider.train.parts.head_training import plan_memory
 from outrider.train.parts.on_policy import draw_depths, row_generator
 from outrider.train.parts.steps import QueriesAt, acceptance_of_drafts
@@ -209,6 +209,16 @@ def test_what_is_watched_is_of_drafts_place_by_place(case: Case) -> None:
                 wanted[b, at, step] = torch.minimum(case.logits[b, at].softmax(-1), q).sum()
     torch.testing.assert_close(accepted, wanted, equal_nan=True)
     assert sums[:, 0].tolist() == (~wanted.isnan()).sum((0, 1)).tolist()
+
+
+def test_a_watched_cross_entropy_is_of_the_tokens_that_the_head_has(target: Path) -> None:
+    case, losses = a_case(target, "3.1", TOKENS, "cross_entropy"), list[float]()
+    with torch.no_grad():
+        for (b, place, step), logits in drafts(case, leaves(case)).items():
+            is_label = case.batch["labels"][b, place + 1 + step] == TOKENS
+            losses += (-logits.log_softmax(-1)[is_label & (step == 0)]).tolist()
+    metrics = score_steps(case.student, [case.batch], STEPS)
+    assert metrics["loss_1"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
 
 
 @pytest.mark.parametrize("beside", [False, True])

@@ -5,6 +5,8 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -178,6 +180,15 @@ def test_in_turn_a_rows_states_are_made_once_if_the_disk_holds_them(
     assert not (tmp_path / "over quota" / target_states.STATES_FILE).exists()
     assert torch.equal(taught(origin="other")[0]["states"], found[0]["states"])  # made anew in the same room
     assert target.batches == len(rows) + 1
+
+
+def test_states_are_kept_for_rows_that_are_read_again(tmp_path: Path, corpus: DataConfig) -> None:
+    rows: Any = range(10)  # of which one pass in batches of four repeats some at its end
+    run: Any = SimpleNamespace(state=join_processes(), device=torch.device("cpu"), out_dir=tmp_path)
+    for epochs in (1, 2):
+        config = heading(tmp_path, corpus, tmp_path, fit=replace(FIT, steps=None, epochs=epochs))
+        _, rows_to_fit = target_states.add_states(config, rows, (48, 2, 40), {}, Target, run)
+        assert (rows_to_fit is rows) == (epochs == 1)
 
 
 def test_kept_states_go_at_the_end_of_their_training(sure: Path, tmp_path: Path, corpus: DataConfig) -> None:

@@ -28,7 +28,7 @@ def test_llama_cpp_gets_a_block_drafter(tmp_path: Path) -> None:
     out = tmp_path / "out"
     tokens = torch.arange(5, opened.config.vocab_size, 3)
     reading = new_block_reading(
-        opened.config, taps=(1, 3), layers=1, block=4, mask_token=7, markov_rank=8, draft_vocabulary=len(tokens),
+        opened.config, taps=(1, 3), layers=1, drafted=4, mask_token=7, markov_rank=8, draft_vocabulary=len(tokens),
         intermediate=96,
     )  # fmt: skip
     save_drafter(where, new_drafter(reading, opened.stack(dtype=torch.float32), tokens, seed=1), opened.config)

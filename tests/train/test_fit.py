@@ -23,7 +23,7 @@ from outrider.train.core.engine import TrainingEngine
 from outrider.train.core.fit import fit
 from outrider.train.core.loop import epoch_order, step_rows
 from outrider.train.core.optimizers import Float32Muon, MuonAdamW, build_optimizer, layer_matrices
-from outrider.train.core.progress import start_wandb
+from outrider.train.core.progress import TrainingLog, start_wandb
 from outrider.train.core.sharding import WEIGHTS_FILE, trained_parameters
 from outrider.train.settings.fit import FitConfig
 from tests.full_disk import largest_file
@@ -73,6 +73,12 @@ def test_loss_line_is_the_mean_per_supervised_token(tmp_path, capsys):
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("step=3"))
     assert line.startswith(f"step=3/3 loss={expected:.4f} lr=")
     assert [part.split("=")[0] for part in line.split()] == ["step", "loss", "lr", "tokens_per_s", "grad_norm", "eta"]
+
+
+def test_padding_is_no_token_of_the_speed(tmp_path):
+    report = TrainingLog(SimpleNamespace(reduce=lambda sums, _: sums), tmp_path, range(2))
+    report.add(torch.tensor(1.5), {"labels": torch.tensor([5, IGNORE, IGNORE]), "documents": torch.tensor([0, 0, -1])})
+    assert report.drain() == (1.5, 1, 2)
 
 
 def test_bf16_is_autocast_while_training_over_float32_masters(tmp_path):
@@ -241,9 +247,11 @@ def test_the_learning_rate_rises_and_then_follows_its_schedule(schedule: str, wa
     assert scale[rising:] == pytest.approx([SHAPES[schedule](step / left) for step in range(left + 1)])
 
 
-def test_a_warmup_in_steps_leaves_half_of_a_short_run() -> None:
-    scale = [FitConfig(epochs=4, warmup=200).lr_scale(step, 60) for step in range(61)]
+@pytest.mark.parametrize("length", [{"epochs": 4}, {"steps": 1000}])  # minutes end the second one
+def test_a_warmup_in_steps_leaves_half_of_a_short_run(length: dict[str, int]) -> None:
+    scale = [FitConfig(warmup=200, **length).lr_scale(step, 60) for step in range(61)]
     assert (scale[30], scale[60]) == (1.0, 0.0)
+    assert FitConfig(steps=60, warmup=50).lr_scale(30, 60) == 31 / 51  # of a run that has all its steps
 
 
 def test_steps_and_rows_of_a_process() -> None:

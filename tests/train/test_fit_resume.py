@@ -15,6 +15,7 @@ from outrider.base.files import write_json
 from outrider.base.wandb_config import WandbConfig
 from outrider.inference.measure.time_limit import TimeLimit
 from outrider.train.core import run_dir
+from outrider.train.core.engine import TrainingEngine
 from outrider.train.core.fit import STATE_FILE, fit, read_state
 from outrider.train.core.sharding import WEIGHTS_FILE
 from outrider.train.core.time_budget import StepBudget
@@ -131,6 +132,16 @@ def test_a_damaged_state_names_the_file_and_the_way_on(tmp_path, name):
     for content in (file.read_bytes()[:-100], b""):
         file.write_bytes(content)
         refusal(rf"{name}: not readable.*; remove .*checkpoint-2", fit_tiny, tmp_path, steps=4, resume=True)
+
+
+def test_a_checkpoint_of_another_strategy_is_not_taken_for_a_damaged_one(tmp_path):
+    fit_tiny(tmp_path, steps=2)
+    (tmp_path / "checkpoint-2" / "optimizer.bin").unlink()
+    engine = TrainingEngine(TinyModel(), tiny_config())
+    for words in (r"no optimizer\.bin there.*", r"cannot be continued here \(.*load_checkpoint.*\)"):
+        words += "; continue under the strategy that wrote it"
+        assert "remove" not in refusal(words, engine.load, tmp_path / "checkpoint-2")
+        engine._deepspeed = True
 
 
 class _Dropping(TinyModel):

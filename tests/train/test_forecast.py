@@ -62,7 +62,7 @@ def test_a_short_training_has_its_share_of_minutes_and_answers() -> None:
         assert steps["report"]["method"] == ["ngrams", "small_lm/survival"]
 
 
-def test_what_cannot_be_forecast_is_refused() -> None:
+def test_what_cannot_be_forecast_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for options, words in (
         ({"kinds": ("medusa",)}, "kinds='medusa': expected one of ngrams"),
         ({"kinds": ()}, "at least one"),
@@ -70,6 +70,8 @@ def test_what_cannot_be_forecast_is_refused() -> None:
         ({"shares": (0.5, 0.25)}, "each more than the one before"),
     ):
         refusal(words, replace, CONFIG, **options)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refusal("started as several processes", forecast, CONFIG)
 
 
 @pytest.mark.thorough

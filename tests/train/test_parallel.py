@@ -25,7 +25,7 @@ from outrider.draft_models.targets.target import Band
 from outrider.inference.drafters.small_lm.drafter import draft_model_of
 from outrider.train.eesd import EarlyExitStudent
 from outrider.train.finetune_drafter import choose_parallel, drafter_config, finetune_drafter, plan_memory
-from outrider.train.parts import objective
+from outrider.train.parts import position_weights
 from outrider.train.parts.heldout import packed_hidden
 from outrider.train.parts.initial_lm import start_lm
 from outrider.train.parts.on_policy import OnPolicy, row_generator
@@ -225,8 +225,8 @@ FAULTS = {  # where, and what stands there instead
     "an exit's own positions": (*HIDDEN, "stack.rotary(all_positions)", "stack.rotary(all_positions.clamp(max=9))"),
     "taught by other texts": (*HIDDEN, "trunk[:, :length].detach()", "trunk[:, :length].detach().flip(0)"),
     "no gradient in frozen layers": (*HIDDEN, "set_grad_enabled(learns_masks)", "set_grad_enabled(False)"),
-    "weighed by its own token": (objective, "cat_weights", "[..., :-1], (1, 0)", "[..., 1:], (0, 1)"),
-    "weighed by other drafts": (objective, "cat_weights", "flatten(0, 1)", "flatten(0, 1).roll(1, 0)"),
+    "weighed by its own token": (position_weights, "cat_weights", "[..., :-1], (1, 0)", "[..., 1:], (0, 1)"),
+    "weighed by other drafts": (position_weights, "cat_weights", "flatten(0, 1)", "flatten(0, 1).roll(1, 0)"),
     "each prediction counts as a token": (EarlyExitStudent, "forward", "loss / rows.expected_predictions", "loss"),
 }
 

@@ -181,7 +181,7 @@ def test_conversations_are_rendered_as_the_training_rendered_them() -> None:
      ('{"request": {"messages": []}, "response": {"error": "x"}}', "traffic.jsonl:3: ")],
 )  # fmt: skip
 def test_a_bad_line_is_refused_before_anything_is_trained(
-    run: Any, log: Path, tmp_path: Path, line: str, words: str
+    run: Any, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, words: str
 ) -> None:
     lines = log.read_text().splitlines()
     log.write_text("\n".join([*lines[:2], line, *lines[2:]]))
@@ -192,6 +192,8 @@ def test_a_bad_line_is_refused_before_anything_is_trained(
     log.write_text("\n".join(lines))
     refusal("training.seq_len|seq_len", run, "training.seq_len=0")
     refusal("no such option", run, "training.nothing=1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refusal("started as several processes", run)
 
 
 def test_a_killed_refit_goes_on_with_its_traffic(
@@ -302,6 +304,8 @@ def test_a_small_lm_needs_only_the_tokenizer_of_its_target(run: Any, target: Pat
     words = ("target=null", f"tokenizer={folder}", f"out_dir={tmp_path}/other")
     refusal("tokenizer=.*reads layers", run, *words, drafter=tmp_path / "exit")
     refusal("target: missing", run, "target=null", f"out_dir={tmp_path}/other")
+    byte_tokenizer("{{ raise_exception('no such talk') }}").save_pretrained(folder)
+    refusal("left out 8: .*no such talk", run, *words, "template=tokenizer")
 
 
 def shaken(model: Path, folder: Path) -> Path:

@@ -67,6 +67,7 @@ REFUSED: dict[Callable[[Any], Any], list[tuple[Changes, str]]] = {
         ({"seq_len": 300}, "seq_len=300: the target's context is 256"),
         ({"decode_tokens": 256}, "decode_tokens=256: expected less than the target's context of 256"),
         ({"step_decay": 1.5}, "step_decay=1.5: expected"),
+        ({"keep": 0.5, "position_weights": "dpace"}, r"keep=0\.5: expected 1 with position_weights=dpace"),
         ({"data": data(heldout_fraction=0.0)}, r"data\.heldout_fraction=0"),
     ],
     train_early_exit: [

@@ -108,12 +108,12 @@ def test_the_drafter_is_the_best_not_the_last(
         )
 
 
-RUNS = [("early_exit", {}), ("eagle3", {"keep": 0.5, "position_weights": "dpace"}), ("small_lm", {"on_policy": 0.5}),
+RUNS = [("early_exit", {}), ("eagle3", {"keep": 0.5}), ("small_lm", {"on_policy": 0.5}),
         ("small_lm", {"parallel": 3, "position_weights": "cat"})]  # fmt: skip
 
 
-STOPPED = [*RUNS[:3], ("mtp", {"keep": 0.5}), *RUNS[3:], ("small_lm", {"on_policy": 0.5, "lora_rank": 2}),
-           ("early_exit", {"parallel": 3})]  # fmt: skip
+STOPPED = [*RUNS[:3], ("mtp", {"position_weights": "dpace"}), *RUNS[3:], ("early_exit", {"parallel": 3}),
+           ("small_lm", {"on_policy": 0.5, "lora_rank": 2})]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "more"), typical_where(STOPPED[:4].__contains__, STOPPED))

@@ -14,7 +14,9 @@ from safetensors.torch import load_file, save_file
 from outrider.base.errors import UserError
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.calibration import WEIGHTS_FILE
+from outrider.draft_models.draft_vocabulary import narrow, read_draft_vocabulary
 from outrider.draft_models.small_lm.model import TRAINING_FILE, load_small_lm
+from outrider.draft_models.targets.narrowed import DraftVocabulary
 from outrider.draft_models.targets.open_target import load_tokenizer, open_target, read_config
 from outrider.draft_models.targets.settings import HEAD_FOLDER
 from outrider.inference.batch.generate import generate_responses
@@ -27,6 +29,7 @@ from outrider.train.calibrate import calibrate
 from outrider.train.finetune_drafter import finetune_drafter, plan_memory
 from outrider.train.parts import recorded_answers
 from outrider.train.parts.capture import TextToContinue
+from outrider.train.parts.drafter import export_model
 from outrider.train.parts.heldout import Decoding
 from outrider.train.parts.recorded_answers import recorded_texts
 from outrider.train.settings.drafters import CalibrateConfig, DrafterConfig, FinetuneConfig
@@ -221,6 +224,12 @@ def test_the_vocabulary_has_all_tokens_of_the_answers(folder: Path, tmp_path: Pa
         finetune_drafter(run)
         sizes.append(read_config(run.out_dir, role="small_lm").vocab_size)
     assert sizes == [len(load_tokenizer(str(folder / "target"))), 301]
+    small, _ = open_stack(folder / "small")
+    narrow(small, DraftVocabulary(torch.arange(0, 256, 2), VOCABULARY))
+    export_model(small, byte_tokenizer(), tmp_path / "narrow")
+    start, out_dir = DrafterConfig(path=str(tmp_path / "narrow")), str(tmp_path / "on")
+    finetune_drafter(replace(runs[1], drafter=start, fit=replace(runs[1].fit, steps=1), out_dir=out_dir))
+    assert vars(read_draft_vocabulary(out_dir, None, read_config(out_dir, role="small_lm")))["vocabulary"] == 301
 
 
 def test_the_memory_has_no_target(folder: Path, tmp_path: Path) -> None:

@@ -103,15 +103,17 @@ class TrainingEngine:
 
         Call it on every process. Raises `UserError` if they are unreadable or belong to another model.
         """
-        if self._deepspeed:  # it stores its own copy of the weights
-            folder, _ = self.module.load_checkpoint(str(checkpoint), load_module_strict=False)
-            if folder is None:
-                raise UserError(f"{checkpoint}: holds no state of DeepSpeed; continue under the launcher that wrote it")
-        else:
+        elsewhere = "continue under the strategy that wrote it (conf/accelerate), DeepSpeed's on as many GPUs"
+        if self._optimizers and not (checkpoint / OPTIMIZER_FILE).exists():
+            raise UserError(
+                f"{checkpoint}: no {OPTIMIZER_FILE} there, as if it was made by DeepSpeed or FSDP; {elsewhere}"
+            )
+        if not self._deepspeed:
             load_trained(self.model, checkpoint)
-        if self._fsdp:
-            plugin = self.accelerator.state.fsdp_plugin
-            utils.load_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.module, str(checkpoint))
+        try:
+            self._load_sharded(checkpoint)
+        except Exception as error:  # of DeepSpeed and FSDP
+            raise UserError(f"{checkpoint}: cannot be continued here ({reason(error)}); {elsewhere}") from None
         remedy = f"remove {checkpoint}: resume=true goes on before it"
         try:
             attributes = load_accelerator_state(str(checkpoint), [], self._optimizers, [], [], self._rank)
@@ -120,6 +122,14 @@ class TrainingEngine:
         random = checkpoint / f"{utils.RNG_STATE_NAME}_{self._rank}.pkl"  # none if there were fewer processes
         if random.exists() and "step" not in attributes:  # Accelerate goes on without it
             raise UserError(f"{random}: not readable; {remedy}")
+
+    def _load_sharded(self, checkpoint: Path) -> None:
+        """What a strategy restores by itself; DeepSpeed stores its own copy of the weights."""
+        if self._deepspeed and self.module.load_checkpoint(str(checkpoint), load_module_strict=False)[0] is None:
+            raise UserError("it holds no state of DeepSpeed")
+        if self._fsdp:
+            plugin = self.accelerator.state.fsdp_plugin
+            utils.load_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.module, str(checkpoint))
 
     @property
     def _optimizers(self) -> list[AcceleratedOptimizer]:

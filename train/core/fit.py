@@ -105,7 +105,7 @@ def fit(
     budget = StepBudget(limit, max_steps, resumed_from, None if longer else earlier.total)
     if checkpoint is not None and resumed_from >= budget.total:
         load_trained(student, checkpoint)
-        return FitResult(resumed_from, resumed_from, earlier.seconds, metrics, resumed_from, metrics)
+        return FitResult(resumed_from, resumed_from, earlier.seconds, metrics, step=resumed_from, metrics=metrics)
     if longer:
         say(f"resume=true: longer than before; its learning rates go on at step {resumed_from} of {budget.total}")
     if config.gradient_checkpointing:
@@ -146,7 +146,7 @@ def fit(
             tracker.finish()
         say(f"training: {budget.ended_by(config, len(rows))}")
     sharding.make_whole(student)
-    return FitResult(total, resumed_from, budget.limit.spent(), metrics, total, metrics)
+    return FitResult(total, resumed_from, budget.limit.spent(), metrics, step=total, metrics=metrics)
 
 
 def _save(engine: TrainingEngine, run: Mapping[str, object], reached: TrainingState, out_dir: Path, keep: int) -> None:

@@ -82,7 +82,7 @@ def run_steps(
                 loss_sum = engine.module(**inputs)["loss_sum"]
                 # Accelerate averages over processes and micro batches. The factor turns the mean into the sum.
                 accelerator.backward(loss_sum * micro_batches / supervised)
-            report.add(loss_sum, batch["labels"])
+            report.add(loss_sum, batch)
         norm = engine.clip()
         if norm is not None and not math.isfinite(norm):
             total_loss, tokens, _ = report.drain()  # sums over all processes, so all call it

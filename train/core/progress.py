@@ -37,9 +37,11 @@ class TrainingLog(Stage):
         self._sums: list[Tensor] = []  # [summed loss, supervised tokens, tokens] of this process since the last line
         self._interval_start = time.perf_counter()
 
-    def add(self, loss_sum: Tensor, labels: Tensor) -> None:
-        """Count a micro batch: its `loss_sum` (scalar) and its labels [B, T], on the CPU."""
-        counts = [int((labels != IGNORE).sum()), labels.numel()]
+    def add(self, loss_sum: Tensor, batch: Mapping[str, Tensor]) -> None:
+        """Count a micro batch, which is on the CPU: its `loss_sum` (scalar), its labels, and its tokens but padding."""
+        labels = batch["labels"]
+        tokens = (batch["documents"] >= 0).sum() if "documents" in batch else labels.numel()
+        counts = [int((labels != IGNORE).sum()), int(tokens)]
         count_tensor = torch.tensor(counts, dtype=torch.float64, device=loss_sum.device)
         self._sums.append(torch.cat([loss_sum.detach().double().reshape(1), count_tensor]))
 

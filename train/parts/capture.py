@@ -74,7 +74,8 @@ class Recorder(StopRule):
     """A stop rule that never stops early and records the head's inputs and the outcome of every tested token.
 
     The accepted tokens and the first rejected one are tested; the target says nothing about later ones. untested:
-    keep those too, with the label 0. Tokens after an accepted one of `ends` are never kept.
+    keep those too, with the label 0. Tokens after an accepted one of `ends` (indices where the drafter has a draft
+    vocabulary) are never kept.
     """
 
     def __init__(self, max_draft: int, untested: bool, ends: Collection[int]):
@@ -106,8 +107,12 @@ def capture(drafting: Drafting, text: TextToContinue, untested: bool = False) ->
     Returns target_hidden [n, d_T], draft_hidden [n, d_D] in the model's dtype, and position (from 1), confidence (q of
     the token) and label (1: it was the target's), each [n]; nothing where nothing was drafted.
     """
-    recorder = Recorder(drafting.max_draft, untested, drafting.ends)
-    drafter = ModelDrafter(drafting.draft_model(), Chain(recorder))
+    model = drafting.draft_model()
+    ends = drafting.ends
+    if model.predicted is not None:  # then the drafted tokens are indices
+        ends = [index for index, token in enumerate(model.predicted.tolist()) if token in ends]
+    recorder = Recorder(drafting.max_draft, untested, ends)
+    drafter = ModelDrafter(model, Chain(recorder))
     for _ in text.rounds(drafting.decode, drafter, drafting.new_tokens, drafting.ends):
         pass
     return join_batches([{name: value.cpu() for name, value in example.items()} for example in recorder.examples])

@@ -14,7 +14,7 @@ from outrider.base.progress import track_progress
 from outrider.draft_models.acceptance import acceptance_by_target, argmax_and_acceptance, tau_of_rounds
 from outrider.draft_models.draft_vocabulary import draft_indices
 from outrider.draft_models.heads.layers import DraftHead
-from outrider.draft_models.losses import PLAIN, head_product, linear_cross_entropy, linear_divergence
+from outrider.draft_models.losses import IGNORE, PLAIN, head_product, linear_cross_entropy, linear_divergence
 from outrider.draft_models.targets.model_spec import LogitRule
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.train.core.training import Batch, Metrics, Student
@@ -160,9 +160,10 @@ def score_steps(student: HeadStudent, batches: Sequence[Batch], steps: int) -> M
         score_batch(student, batch, steps) for batch in track_progress(batches, "judging held-out text", "batches")
     ]
     metrics = Metrics()
-    for i, (count, loss, right) in enumerate(torch.stack([sums for sums, _ in scores]).sum(0).tolist(), 1):
+    sums = torch.stack([of_batch for of_batch, _ in scores]).sum(0).tolist()
+    for i, (count, learned, loss, right) in enumerate(sums, 1):
         if count:
-            metrics |= {f"loss_{i}": loss / count, f"agree_{i}": right / count}
+            metrics |= {f"agree_{i}": right / count} | ({f"loss_{i}": loss / learned} if learned else {})
     rounds = torch.cat([tau_of_rounds(acceptance_of_drafts(accepted)) for _, accepted in scores])
     return metrics | ({"tau_analytic": rounds.double().mean().item()} if len(rounds) else {})
 
@@ -171,9 +172,9 @@ def score_steps(student: HeadStudent, batches: Sequence[Batch], steps: int) -> M
 def score_batch(student: HeadStudent, batch: Batch, steps: int) -> tuple[Tensor, Tensor]:
     """The head's results on a batch of rows in each of `steps` steps.
 
-    Returns float64 [steps, 3]: the number of predictions, the loss summed over them, and how many have the target's
-    most likely token as theirs; and the acceptance probability, by the position of the label, [B, T, steps], NaN
-    where there is no prediction.
+    Returns float64 [steps, 4]: the number of predictions, of those with a loss, their loss, and how many have the
+    target's most likely token as theirs; and the acceptance probability, by the position of the label, [B, T, steps],
+    NaN where there is no prediction.
     """
     stack, head = student.stack, student.head
     input_ids, labels, positions, documents = (batch[name].to(stack.device) for name in BATCH)
@@ -195,5 +196,8 @@ def score_batch(student: HeadStudent, batch: Batch, steps: int) -> tuple[Tensor,
         in_step = predictions.steps == step
         part = Predictions(*(values[in_step] for values in predictions))
         loss = student.loss((states[in_step], matrix), part, target_states[:, :, -1], labels, None)
-        sums.append(torch.stack([in_step.sum(), loss.double(), (right & in_step).sum()]))
+        has_loss = in_step[in_step]
+        if student.objective == "cross_entropy":  # the other labels are outside the draft vocabulary
+            has_loss = student.classes(part, labels) != IGNORE
+        sums.append(torch.stack([in_step.sum(), has_loss.sum(), loss.double(), (right & in_step).sum()]))
     return torch.stack(sums).cpu(), by_label.unflatten(0, labels.shape)

@@ -18,18 +18,10 @@ from transformers import PreTrainedConfig
 from outrider.base.processes import say
 from outrider.base.progress import track_progress
 from outrider.data_prep.text.prompts import spread_evenly
-from outrider.draft_models.acceptance import (
-    AcceptanceOf,
-    Logits,
-    acceptance_by_target,
-    acceptance_by_top_k,
-    analytic_tau,
-    argmax_and_acceptance,
-    scatter_positions,
-)
+from outrider.draft_models import acceptance
 from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.model_spec import context_limit
-from outrider.draft_models.targets.open_target import OpenTarget, pick_dtype
+from outrider.draft_models.targets.open_target import OpenTarget
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.target import Masks
 from outrider.inference.core.decode import autoregressive, speculative
@@ -86,7 +78,7 @@ class Decoding:
         return self.measure(partial(speculative, stack), model)
 
     def measure(self, decode: Callable[..., Iterator[Round]], model: DraftModel) -> Metrics:
-        """Decode with drafts by `model`, `WATCHED_DRAFT` tokens a round. decode: see `TextToContinue.rounds`.
+        """Decode with drafts by `model`, `WATCHED_DRAFT` tokens a round. decode: `speculative`, or `replay` of answers.
 
         Returns tau, the tokens for each pass of the target, its own token included; and accept_<i>, the share of
         accepted tokens among the i-th tokens of drafts.
@@ -108,22 +100,24 @@ class HeldOutText:
 
     def __init__(self, rows: TrainRows, size: int, target: LayerStack | None = None, *, acceptances: bool = True):
         self.batches = batches_of(rows, size)
-        self.choices, self.acceptances = list[Tensor](), list[AcceptanceOf | None]()
+        self.choices, self.acceptances = list[Tensor](), list[acceptance.AcceptanceOf | None]()
         for batch in track_progress(self.batches, "reading held-out text", "batches"):
             accept = None
             if target is not None:
                 hidden, keep = supervised_hidden(target, batch), batch["labels"].to(target.device) != IGNORE
-                likeliest, _ = argmax_and_acceptance(target.logits_after_norm, hidden, None)  # [n]
-                self.choices.append(scatter_positions(likeliest, keep, IGNORE))
-                accept = acceptance_by_target(target.logits_after_norm, hidden.cpu()) if acceptances else None
+                likeliest, _ = acceptance.argmax_and_acceptance(target.logits_after_norm, hidden, None)  # [n]
+                self.choices.append(acceptance.scatter_positions(likeliest, keep, IGNORE))
+                accept = (
+                    acceptance.acceptance_by_target(target.logits_after_norm, hidden.cpu()) if acceptances else None
+                )
             self.acceptances.append(accept)
 
     @torch.no_grad()
     def judge(
         self,
-        logits: Logits,
+        logits: acceptance.Logits,
         states_of: Callable[[Batch], tuple[Tensor, Tensor | None]],
-        target_logits: Logits | None = None,
+        target_logits: acceptance.Logits | None = None,
     ) -> Metrics:
         """The metrics of a drafter on the text.
 
@@ -142,12 +136,12 @@ class HeldOutText:
             keep = batch["labels"].to(states.device) != IGNORE
             if accept is None and target_states is not None:
                 assert target_logits is not None
-                accept = acceptance_by_target(target_logits, target_states)
+                accept = acceptance.acceptance_by_target(target_logits, target_states)
             elif accept is None and "tail" in batch:
-                accept = acceptance_by_top_k(*(batch[name].to(states.device)[keep] for name in TOP_K))
-            choices, probabilities = argmax_and_acceptance(logits, states, accept)
-            guesses.append(scatter_positions(choices, keep, IGNORE))
-            accepted += [] if probabilities is None else [scatter_positions(probabilities, keep, torch.nan)]
+                accept = acceptance.acceptance_by_top_k(*(batch[name].to(states.device)[keep] for name in TOP_K))
+            choices, probabilities = acceptance.argmax_and_acceptance(logits, states, accept)
+            guesses.append(acceptance.scatter_positions(choices, keep, IGNORE))
+            accepted += [] if probabilities is None else [acceptance.scatter_positions(probabilities, keep, torch.nan)]
         labels = [batch["labels"].to(guess.device) for batch, guess in zip(self.batches, guesses, strict=True)]
         pairs_of_ids = zip(guesses, labels, strict=True)
         right = [(guess == ids).float().where(ids != IGNORE, torch.nan) for guess, ids in pairs_of_ids]
@@ -158,9 +152,11 @@ class HeldOutText:
         return metrics | ({"top1_target": agreement(guesses, self.choices)} if self.choices else {})
 
 
-def load_to_decode(target: OpenTarget, device: torch.device) -> LayerStack:
-    """The whole target for decoding, in its dtype; on a CPU in float32, with its weights as they are stored."""
-    return target.stack(dtype=pick_dtype("auto", target.config, device), device=device, coded=device.type == "cpu")
+def load_to_decode(target: OpenTarget, dtype: torch.dtype, device: torch.device) -> LayerStack:
+    """The whole target, ready to read text and to decode; on a CPU with its weights as they are stored."""
+    stack = target.stack(dtype=dtype, device=device, coded=device.type == "cpu")
+    prepare_models(stack, {})
+    return stack
 
 
 def batches_of(rows: TrainRows, size: int) -> list[Batch]:
@@ -213,5 +209,5 @@ def expected_tau(accepted: Sequence[Tensor], batches: Sequence[Batch]) -> float 
     accepted: [B, T] for each batch. None if there are not that many consecutive known positions anywhere.
     """
     pairs = zip(accepted, [batch["documents"] for batch in batches], strict=True)
-    taus = torch.cat([analytic_tau(alpha, owner.to(alpha.device), WATCHED_DRAFT) for alpha, owner in pairs])
+    taus = torch.cat([acceptance.analytic_tau(alpha, owner.to(alpha.device), WATCHED_DRAFT) for alpha, owner in pairs])
     return taus.double().mean().item() if len(taus) else None

@@ -17,7 +17,7 @@ import numpy as np
 
 from outrider.base.streams import Streams
 
-SHARES_KEPT = np.linspace(0.4, 1.3, 61)  # ρ; above 1 for few answers (benchmarks/results/forecasts.md)
+GAIN_RATIOS = np.linspace(0.4, 1.3, 61)  # ρ; above 1 for few answers (benchmarks/results/forecasts.md)
 DRAWS = 4000
 COVERED = 0.9  # of an interval
 UNMODELLED = 0.03  # standard deviation of τ between trainings that differ only by chance (their seeds)
@@ -60,13 +60,13 @@ def forecast_tau(trained: Sequence[TrainedSize], sizes: Sequence[float]) -> list
     gains = (np.array([point.tau for point in trained]) - 1) / errors  # [n]
     doublings_to = np.log2(np.array(sizes) / smallest_size)  # [m]
     random = Streams(0).arrays("learning curve")
-    fits = [_fit(_columns(doublings, kept_share) / errors[:, None], gains) for kept_share in SHARES_KEPT]
+    fits = [_fit(_columns(doublings, gain_ratio) / errors[:, None], gains) for gain_ratio in GAIN_RATIOS]
     weights = np.exp(-(np.array([fit.misfit for fit in fits]) - min(fit.misfit for fit in fits)) / 2)
     counts = random.multinomial(DRAWS, weights / weights.sum())
     drawn = []
-    for kept_share, fit, count in zip(SHARES_KEPT, fits, counts, strict=True):
+    for gain_ratio, fit, count in zip(GAIN_RATIOS, fits, counts, strict=True):
         start, gain = random.multivariate_normal(fit.mean, fit.covariance, size=count).T  # [count] each
-        drawn.append(np.column_stack([start, np.maximum(gain, 0.0)]) @ _columns(doublings_to, kept_share).T)
+        drawn.append(np.column_stack([start, np.maximum(gain, 0.0)]) @ _columns(doublings_to, gain_ratio).T)
     taus = 1 + np.maximum(np.concatenate(drawn), 0.0)  # [DRAWS, m]
     tail = (1 - COVERED) / 2
     low, middle, high = np.quantile(taus, (tail, 0.5, 1 - tail), axis=0)
@@ -82,9 +82,9 @@ class _Fit:
     misfit: float
 
 
-def _columns(doublings: np.ndarray, kept_share: float) -> np.ndarray:
+def _columns(doublings: np.ndarray, gain_ratio: float) -> np.ndarray:
     """The factors of a and g [n, 2] after so many doublings [n]."""
-    grown = doublings if kept_share == 1.0 else (1 - kept_share**doublings) / (1 - kept_share)
+    grown = doublings if gain_ratio == 1.0 else (1 - gain_ratio**doublings) / (1 - gain_ratio)
     return np.column_stack([np.ones_like(doublings), grown])
 
 

@@ -7,25 +7,11 @@ from torch import Tensor
 
 from outrider.data_prep.text.rows import PackedRows, load_rows
 from outrider.data_prep.text.sources import Split
+from outrider.draft_models import losses
 from outrider.draft_models.draft_vocabulary import draft_indices
-from outrider.draft_models.losses import (
-    IGNORE,
-    PLAIN,
-    LogitRule,
-    linear_cross_entropy,
-    linear_divergence,
-    linear_topk_divergence,
-)
 from outrider.draft_models.targets.open_target import OpenTarget
 from outrider.train.core.training import TOP_K
-from outrider.train.parts.position_weights import (
-    Product,
-    Slots,
-    cached_probabilities,
-    cat_weights,
-    dpace_weights,
-    probabilities_of,
-)
+from outrider.train.parts import position_weights
 from outrider.train.parts.top_k_rows import TopKRows, load_top_k_rows
 from outrider.train.settings.drafters import EesdConfig, FinetuneConfig
 
@@ -40,16 +26,16 @@ def load_taught_rows(
 
 def draft_loss(
     objective: str,
-    drafter: Product,
+    drafter: position_weights.Product,
     labels: Tensor,
     tokens: Tensor | None,
     vocabulary: int,
     *,
-    rule: LogitRule,
-    target: Product | None = None,
-    target_rule: LogitRule = PLAIN,
+    rule: losses.LogitRule,
+    target: position_weights.Product | None = None,
+    target_rule: losses.LogitRule = losses.PLAIN,
     top_k: Mapping[str, Tensor] = MappingProxyType({}),
-    slots: Slots | None = None,
+    slots: position_weights.Slots | None = None,
     shares: Tensor | None = None,
 ) -> Tensor:
     """The loss of a drafter's predictions, summed over the positions whose label is not IGNORE.
@@ -63,27 +49,31 @@ def draft_loss(
     classes = draft_indices(labels, tokens, vocabulary)
     if slots is not None:
         if slots.kind == "dpace":
-            weights = dpace_weights(slots, probabilities_of(classes, drafter, rule), labels != IGNORE)
+            weights = position_weights.dpace_weights(
+                slots, position_weights.probabilities_of(classes, drafter, rule), labels != losses.IGNORE
+            )
         else:
-            weights = cat_weights(slots, _text_probabilities(labels[:, : slots.rows[1]], target, target_rule, top_k))
+            weights = position_weights.cat_weights(
+                slots, _text_probabilities(labels[:, : slots.rows[1]], target, target_rule, top_k)
+            )
         shares = weights if shares is None else weights * shares
     if objective == "cross_entropy":
-        return linear_cross_entropy(*drafter, classes, rule=rule, shares=shares)
+        return losses.linear_cross_entropy(*drafter, classes, rule=rule, shares=shares)
     if target is not None:
-        return linear_divergence(
+        return losses.linear_divergence(
             *drafter, *target, labels, objective, rule=rule, target_rule=target_rule, tokens=tokens, shares=shares
         )
     ids, logprobs, tail = (top_k[name] for name in TOP_K)
     ids = draft_indices(ids, tokens, vocabulary)
-    return linear_topk_divergence(*drafter, ids, logprobs, tail, labels, objective, rule=rule, shares=shares)
+    return losses.linear_topk_divergence(*drafter, ids, logprobs, tail, labels, objective, rule=rule, shares=shares)
 
 
 def _text_probabilities(
-    labels: Tensor, target: Product | None, target_rule: LogitRule, top_k: Mapping[str, Tensor]
+    labels: Tensor, target: position_weights.Product | None, target_rule: losses.LogitRule, top_k: Mapping[str, Tensor]
 ) -> Tensor:
     """The target's probability of each of `labels` [B, T], the first columns of `target` or of its cached top k."""
     columns = labels.shape[1]
     if target is None:
-        return cached_probabilities(labels, *(top_k[name][:, :columns] for name in TOP_K))
+        return position_weights.cached_probabilities(labels, *(top_k[name][:, :columns] for name in TOP_K))
     states, matrix = target
-    return probabilities_of(labels, (states[:, :columns], matrix), target_rule)
+    return position_weights.probabilities_of(labels, (states[:, :columns], matrix), target_rule)

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from outrider.base.errors import UserError, warn
-from outrider.base.files import differences, read_mapping, require_writable, write_json
+from outrider.base.files import differences, read_mapping, require_writable, reserve_space, write_json
 from outrider.base.processes import from_main, only_run_of
 from outrider.base.progress import track_progress
 from outrider.base.words import list_words
@@ -71,7 +71,7 @@ def add_states(
     student = build()
     is_sharded = bool({"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"} & os.environ.keys())
     has_whole_target = run.state.num_processes == 1 and not is_sharded
-    repeats_rows = config.fit.total_steps(len(rows)) * config.fit.batch_rows > len(rows)
+    repeats_rows = (config.fit.total_steps(len(rows)) - 1) * config.fit.batch_rows >= len(rows)
     if config.features is None or not has_whole_target or not repeats_rows:
         return student, rows
     return student, RowsWithLazyStates(rows, student.states_of, row_shape, run.out_dir / FEATURES, dtype, made_from)
@@ -197,8 +197,7 @@ def _reserve_space(folder: Path, identity: Mapping[str, object], size: int, bloc
         done_file.write_bytes(bytes(blocks))
         write_json(made_from, identity)
         with states_file.open("wb") as file:
-            if hasattr(os, "posix_fallocate"):  # macOS has none
-                os.posix_fallocate(file.fileno(), 0, size)
+            reserve_space(file, size)
     except OSError as error:
         states_file.unlink(missing_ok=True)
         raise UserError(

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge
 
 from outrider.base.errors import require
-from outrider.base.settings import Count, RunConfig, Url, free, missing_error, opt, require_default
+from outrider.base.settings import Count, RunConfig, Url, free, missing_error, opt, require_defaults
 from outrider.data_prep.settings import PromptsConfig
 from outrider.data_prep.text.prompts import read_prompts, split_prompts
 from outrider.data_prep.text.settings import PromptFile, PromptTemplate, TemplateArguments
@@ -39,7 +39,7 @@ PACKAGED = "smollm2_135m"  # `data_prep.targets.SMOLLM2`
 class AutoConfig(RunConfig):
     """auto: from a target to a drafter, a report and exports, in the minutes that are given."""
 
-    leaves: ClassVar[tuple[str, ...]] = ("auto.json",)
+    run_files: ClassVar[tuple[str, ...]] = ("auto.json",)
     target: Annotated[str, InputPath(MODEL, hub=True, besides=(PACKAGED,), holds=MODEL_FILES, begins=GGUF)] = free(
         PACKAGED
     )
@@ -70,8 +70,12 @@ class AutoConfig(RunConfig):
     debug: bool = free(False, "a rehearsal in <out_dir>-debug: the same steps, everything small")
     out_dir: str = free(f"runs/auto/{NAME}", "where everything goes; {target}: the target's name")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    @property
+    def answerer(self) -> str:
+        """The option that names what answers."""
+        return f"server={self.server}" if self.server else f"target={self.target}"
+
+    def check_fields(self) -> None:
         self.require("train", self.train == "auto" or len({*self.train}) == len(self.train), "each kind once")
         for kind in () if self.train == "auto" else self.train:
             require(kind in TRAINABLE, "train", kind, f"one of {', '.join(TRAINABLE)}")
@@ -81,11 +85,9 @@ class AutoConfig(RunConfig):
 
     def _check_server(self) -> None:
         if self.server is None:
-            for name in ("server_model", "tokenizer", "concurrency"):
-                require_default(self, name, "it is read with server=URL")
+            require_defaults(self, ("server_model", "tokenizer", "concurrency"), "it is read with server=URL")
             return
-        for name in ("target", "debug"):
-            require_default(self, name, "the server runs the target")
+        require_defaults(self, ("target", "debug"), "the server runs the target")
         for name in ("tokenizer", "prompts"):
             if getattr(self, name) is None:
                 raise missing_error(name, "with server=URL, which has neither")

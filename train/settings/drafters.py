@@ -43,7 +43,7 @@ _NEW = only(start=None)  # read with a new drafter alone: a finished one has dec
 class DrafterTraining(Settings):
     """What all trainings of drafters have. The best drafter of those evaluated on the way is kept."""
 
-    leaves: ClassVar[tuple[str, ...]] = (CHECKPOINTS,)
+    run_files: ClassVar[tuple[str, ...]] = (CHECKPOINTS,)
     out_dir: str = free(help="where everything goes")
     target: Model | None = free(help="model directory, GGUF file or Hub name", debug=TinyModel(TARGET))
     revision: str | None = free(None, "of the target on the Hub: branch, tag or commit", debug=None)
@@ -59,8 +59,7 @@ class DrafterTraining(Settings):
     decode_tokens: Annotated[int, Ge(2)] = opt(64, debug=8, decides="decode_prompts")
     """new ones of each of those prompts; the first is the prefill's"""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
         require_heldout(self.data, "the drafter is watched and chosen on held-out text")
 
     @property
@@ -89,8 +88,7 @@ class Distillation(Settings):
     """of a token's loss within such a draft: cat, the target's probability of the text before it in the draft (PARD-2);
     dpace, how many tokens are accepted from it on, by the drafter's own probabilities (arXiv 2605.18810); none: 1"""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
         self.require("parallel", self.parallel != 1, "0, or 2 tokens or more")
         weights, has_drafts = self.position_weights, self.parallel > 0
         why = "none without parallel: then each token begins a draft"
@@ -136,8 +134,7 @@ class EesdConfig(Distillation, DrafterTraining, Rehearsed, RunConfig):
     plan: bool = free(False, "only say what it would read, hold and compute; needs no weights")
     out_dir: str = free("runs/eesd", "where everything goes")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
         require_teacher(self)
         expected = "adamw for train_layer=false: muon is for a layer's matrices"
         self.require("fit.optimizer", self.train_layer or self.fit.optimizer == "adamw", expected)
@@ -151,7 +148,7 @@ class CalibrateConfig(TargetOrTokenizer, Rehearsed, RunConfig):
     The texts that are continued are known by what is captured of them, drafter and target by their digests.
     """
 
-    leaves: ClassVar[tuple[str, ...]] = (CHECKPOINTS,)
+    run_files: ClassVar[tuple[str, ...]] = (CHECKPOINTS,)
     checkpoint: DrafterFolder = free(debug=TinyModel(EARLY_EXIT, any_kind=True))
     """directory of an early exit, a small LM or an EAGLE-3 head; the calibration head is stored there"""
     data: DataConfig = free()
@@ -180,8 +177,7 @@ class CalibrateConfig(TargetOrTokenizer, Rehearsed, RunConfig):
     plan: bool = free(False, "only say what every device would hold; needs no weights")
     out_dir: str = free("runs/calibrate", "where everything goes")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
         require_heldout(self.data, "the head is judged on held-out text")
         recordable = self.answers == "target" or self.data.source == "local"
         self.require("answers", recordable, "target without data=responses")
@@ -203,8 +199,7 @@ class DrafterConfig(Settings):
     intermediate: Count | None = opt(None, "width inside the MLPs", debug=if_given(TINY_SHAPE["intermediate"]))
     tied: bool = opt(False, "from a shape: one matrix for embedding and head")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
         shape = {key: getattr(self, key) for key in ("layers", "hidden", "heads", "intermediate")}
         sizes = {key: value for key, value in {**shape, "kv_heads": self.kv_heads}.items() if value is not None}
         if self.path is not None:
@@ -242,8 +237,7 @@ class FinetuneConfig(Distillation, TargetOrTokenizer, DrafterTraining, Rehearsed
     """of the target; auto: float32 on a CPU, else its own; fast: also bfloat16 on a CPU that has instructions for it"""
     out_dir: str = free("runs/finetune_drafter", "where everything goes")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
         self.require_one()
         require_teacher(self)
         unseen = self.tokenizer is not None
@@ -291,8 +285,7 @@ class HeadTraining(Settings):
     eval_batch_rows: Count = free(4, "held-out rows run together")
     plan: bool = free(False, "only say what it would hold and compute; needs no weights")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
         self.require("taps", [*self.taps] == sorted({*self.taps}), "boundaries in ascending order, or none")
 
 
@@ -314,12 +307,13 @@ class Eagle3Config(HeadTraining, DrafterTraining, Rehearsed, RunConfig):
     """format of config.json and tensor names; SpecForge's heads have three taps"""
     out_dir: str = free("runs/eagle3", "where everything goes")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
         started = self.start is not None or not self.reading.overrides
         require(started, "reading", str(self.reading), "nothing without start=, which it is about")
         latest = self.start != TARGET or self.revision is None
         self.require("revision", latest, "null with start=target, whose head is looked for in the latest one")
+        has_all_steps = self.keep == 1 or self.position_weights != "dpace"
+        self.require("keep", has_all_steps, "1 with position_weights=dpace, whose weights are sums over whole drafts")
         longest = self.seq_len - 2
         self.require("draft_steps", self.draft_steps <= longest, f"at most seq_len - 2 ({longest})")
 
@@ -338,8 +332,7 @@ class DSparkConfig(HeadTraining, DrafterTraining, Rehearsed, RunConfig):
     anchors: Annotated[float, Gt(0), Le(1)] = opt(0.25, "share of the positions after which a block is learnt, drawn")
     out_dir: str = free("runs/dspark", "where everything goes")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
         longest = self.seq_len - 2
         self.require("block", self.block <= longest, f"at most seq_len - 2 ({longest})")
 

@@ -42,7 +42,6 @@ class ExportConfig(RunConfig):
     here, or with target=)"""
     out_dir: str = free("runs/export", "where the files go; resume=true replaces a model that is there")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
         has_dtype = self.dtype not in _MISSING_DTYPES[self.engine]
         self.require("dtype", has_dtype, f"another one, which engine={self.engine} has")

@@ -18,7 +18,7 @@ NotNegative = Annotated[float, Ge(0)]
 
 @dataclass(frozen=True)
 class FitConfig(Settings):
-    """The training loop, by either `steps` or `epochs`. `free`: affects no result. debug: the value in a rehearsal."""
+    """The training loop, by `steps` or `epochs`. debug: the value in a rehearsal; step_debug: in a pipeline's."""
 
     steps: Count | None = opt(None, "optimizer steps, or:", debug=always(2))
     epochs: Positive | None = opt(None, "passes over the rows; one of the two is null", debug=None)
@@ -31,7 +31,7 @@ class FitConfig(Settings):
     betas: tuple[Beta, Beta] = opt((0.9, 0.95), "of AdamW")
     weight_decay: NotNegative = opt(0.0, "of matrices; norms and biases have none")
     warmup: NotNegative = opt(
-        0.0, "below 1: share of the steps; from 1: a number, at most half of the steps of the epochs", debug=2
+        0.0, "below 1: share of the steps; from 1: a number, at most half of the steps of epochs or minutes", debug=2
     )
     schedule: Literal["linear", "cosine", "constant"] = opt("linear", "of the learning rate after the warm-up")
     max_grad_norm: NotNegative = opt(1.0, "0: no clipping")
@@ -45,8 +45,7 @@ class FitConfig(Settings):
     seed: Seed = opt(0, "of the order of rows, and of all that training draws")
     wandb: WandbConfig = free(factory=WandbConfig, debug=DEFAULT)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
         expected = f"exactly one of steps and epochs (which is {self.epochs}), the other null"
         self.require("steps", (self.steps is None) != (self.epochs is None), expected)
         micro, rows = self.micro_batch_rows, self.batch_rows
@@ -63,7 +62,7 @@ class FitConfig(Settings):
     def require_processes(self, processes: int) -> None:
         """Raise `UserError` for what so many processes, their launcher or this machine's packages cannot do."""
         self.micro_rows(processes)
-        self.wandb.is_on()
+        self.wandb.is_on()  # raises `UserError` for a missing package or key
         is_split = any(os.environ.get(f"ACCELERATE_USE_{name}") == "true" for name in ("DEEPSPEED", "FSDP"))
         if self.optimizer == "muon" and is_split:
             raise UserError("optimizer=muon: works on whole matrices; use adamw with DeepSpeed and FSDP, or DDP")
@@ -87,7 +86,8 @@ class FitConfig(Settings):
         `linear` and `cosine` reach 0 at `total`, so the last step still moves.
         """
         warmup = math.ceil(self.warmup * total) if self.warmup < 1 else int(self.warmup)
-        warmup = min(warmup, total // 2) if self.steps is None and self.warmup >= 1 else warmup
+        if self.warmup >= 1 and (self.steps is None or total < self.steps):
+            warmup = min(warmup, total // 2)
         if step < warmup:
             return (step + 1) / (warmup + 1)
         fraction = 1.0 - (step - warmup) / max(1, total - warmup)

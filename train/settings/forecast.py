@@ -25,7 +25,7 @@ FORECAST_KINDS: Mapping[str, tuple[str, str]] = {
 class ForecastConfig(RunConfig):
     """forecast: what drafters will gain after longer trainings, from short ones."""
 
-    leaves: ClassVar[tuple[str, ...]] = (FORECAST_FILE, TRAININGS)
+    run_files: ClassVar[tuple[str, ...]] = (FORECAST_FILE, TRAININGS)
     target: Model = free(help="model directory, GGUF file or Hub name")
     answers: str = opt(help="the target's answers, of generate-responses: a file, or a pattern of several")
     prompts: PromptFile = opt(help="prompts on which all is measured, and that no answer is to")
@@ -41,8 +41,7 @@ class ForecastConfig(RunConfig):
     outcome: bool = free(False, "train for all minutes too, and record how the forecast did")
     out_dir: str = free("runs/forecast", "where everything goes")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
         self.require(
             "kinds", bool(self.kinds) and len({*self.kinds}) == len(self.kinds), "each kind once, at least one"
         )

@@ -67,7 +67,7 @@ class PipelineConfig(RunConfig):
     Each step is a command of this project, run by itself with out_dir=<out_dir>/<step>; see `pipeline_run`.
     """
 
-    leaves: ClassVar[tuple[str, ...]] = (LOGS,)
+    run_files: ClassVar[tuple[str, ...]] = (LOGS,)
     steps: dict[str, dict[str, object]] = opt(factory=dict)
     """the options of each step's command, as an experiment gives them: {eesd: {exit_layer: 3, fit.steps: 900}}; a step
     that is missing is left out (~steps.NAME)"""
@@ -84,8 +84,7 @@ class PipelineConfig(RunConfig):
     of the experiment's steps in proportion; null: as in the experiment"""
     debug: bool = free(False, "a rehearsal in <out_dir>-debug: the same commands, everything small")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
         require(bool(self.steps), "steps", list(self.steps), "at least one step; choose an experiment, or see STEPS")
         for choices, steps in ((STEPS, self.steps), (self.steps, self.more)):
             for name, options in steps.items():

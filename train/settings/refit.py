@@ -33,7 +33,6 @@ class RefitConfig(TargetOrTokenizer, RunConfig):
     back: bool = free(False, "return to the version before the current one of out_dir")
     out_dir: str = free("runs/refit", "the versions, and the link `current` to the drafter in use")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
         for name in () if self.back else ("checkpoint", "logs"):
             self.require(name, bool(getattr(self, name)), "what is continued, on which traffic; or back=true")

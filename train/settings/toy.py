@@ -20,7 +20,7 @@ class ToyTargetConfig(RunConfig):
     The result is an ordinary Hugging Face directory: weights, config and a byte-level BPE tokenizer.
     """
 
-    leaves: ClassVar[tuple[str, ...]] = (CHECKPOINTS,)
+    run_files: ClassVar[tuple[str, ...]] = (CHECKPOINTS,)
     data: DataConfig
     fit: FitConfig
     out_dir: str = free("runs/toy_target", "where everything goes")
@@ -39,7 +39,6 @@ class ToyTargetConfig(RunConfig):
     eval_rows: NotNegative = free(200, debug=4)
     """held-out rows of seq_len tokens that give the final bits per byte; 0: all"""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
         require_heads(self.hidden, self.heads, self.kv_heads)
         self.require("max_positions", self.max_positions >= self.seq_len, f"at least seq_len ({self.seq_len})")

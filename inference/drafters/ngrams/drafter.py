@@ -20,16 +20,8 @@ from outrider.inference.core.drafter import Drafter, Stopwatch
 from outrider.inference.core.session import Session
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.core.tree import DraftTree
-from outrider.inference.drafters.ngrams import KIND
+from outrider.inference.drafters.ngrams import KIND, ngram_search
 from outrider.inference.drafters.ngrams.mixture import Mixture
-from outrider.inference.drafters.ngrams.ngram_search import (
-    Nodes,
-    exploration_factors,
-    new_nodes,
-    new_search,
-    search_best_first,
-    search_by_puct,
-)
 from outrider.inference.drafters.plugin import DrafterPlugin, ModelOptions, TrainingRecord
 from outrider.inference.settings.method import AUTO, MethodConfig, NgramConfig, known_size
 from outrider.inference.sizing.node_sizes import SEARCH_SIZES, BestNodes
@@ -49,7 +41,7 @@ class _OverText(Drafter):
     def __init__(self, table: TrigramTable, config: NgramConfig):
         self.table, self.config = table, config
         sizes = SEARCH_SIZES if config.nodes == AUTO else (known_size(config.nodes),)
-        self._nodes = {size: new_nodes(size) for size in sizes}
+        self._nodes = {size: ngram_search.new_nodes(size) for size in sizes}
         self.max_rows = sizes[-1]
         self._draft = _NOTHING
 
@@ -113,7 +105,7 @@ class _OverText(Drafter):
         self._learn(ids, 0, stop)
 
     @abstractmethod
-    def _search(self, ids: np.ndarray, stop: int, depth_limit: int, nodes: Nodes) -> _Draft:
+    def _search(self, ids: np.ndarray, stop: int, depth_limit: int, nodes: ngram_search.Nodes) -> _Draft:
         """The draft under ids[:stop] of depth at most `depth_limit`, with as many nodes as `nodes` can hold."""
 
 
@@ -128,8 +120,8 @@ class TrigramDrafter(_OverText):
         self.seed = seed
         self.overlay = Overlay(table, config.order, config.increment, config.max_probability)
         if config.search == "puct":
-            self._tree = new_search(config.iterations)
-            self._explore = exploration_factors(config.iterations, config.c1, config.c2)
+            self._tree = ngram_search.new_search(config.iterations)
+            self._explore = ngram_search.exploration_factors(config.iterations, config.c1, config.c2)
             self._scratch = (np.empty((config.iterations, config.depth), np.int64), np.empty(config.iterations))
         else:
             self._states = np.empty(self.max_rows, np.uint64)
@@ -142,13 +134,13 @@ class TrigramDrafter(_OverText):
         if self.config.adapt:
             self.overlay.learn(ids, start, stop)
 
-    def _search(self, ids: np.ndarray, stop: int, depth_limit: int, nodes: Nodes) -> _Draft:
+    def _search(self, ids: np.ndarray, stop: int, depth_limit: int, nodes: ngram_search.Nodes) -> _Draft:
         config, overlay = self.config, self.overlay
         context = (overlay.level, overlay.contexts, ids, stop, self.table.vocabulary, min(depth_limit, config.depth))
         if config.search == "best_first":
-            return _draft_of(nodes, search_best_first(*context, nodes, self._states))
+            return _draft_of(nodes, ngram_search.search_best_first(*context, nodes, self._states))
         size = (config.widest, self._explore, config.sentences)
-        count = search_by_puct(*context, *size, self._seed, self._tree, self._scratch, nodes)
+        count = ngram_search.search_by_puct(*context, *size, self._seed, self._tree, self._scratch, nodes)
         tokens, parents, _ = _draft_of(nodes, count)
         return tokens, parents, None  # scores of sentences are not path probabilities
 
@@ -189,11 +181,11 @@ class MixedDrafter(_OverText):
             recycle(self.mixture.recycled, ids, *self._verified)
             self._verified = None
 
-    def _search(self, ids: np.ndarray, stop: int, depth_limit: int, nodes: Nodes) -> _Draft:
+    def _search(self, ids: np.ndarray, stop: int, depth_limit: int, nodes: ngram_search.Nodes) -> _Draft:
         return _draft_of(nodes, self.mixture.search(ids, stop, min(depth_limit, self.config.depth), nodes))
 
 
-def _draft_of(nodes: Nodes, count: int) -> _Draft:
+def _draft_of(nodes: ngram_search.Nodes, count: int) -> _Draft:
     tokens, parents = nodes.tree[:, :count].copy()
     return tokens, parents, nodes.ranked[:count].copy()
 

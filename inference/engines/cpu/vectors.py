@@ -87,8 +87,8 @@ def nearest_bfloat16(builder, values):
     bits = builder.bitcast(values, INTS)
     odd = builder.and_(builder.lshr(bits, splat_int(16)), splat_int(1))
     up = builder.add(builder.add(bits, splat_int(0x7FFF)), odd)
-    no_number = builder.fcmp_unordered("uno", values, values)
-    return builder.select(no_number, splat_int(0x7FC00000), up)
+    is_nan = builder.fcmp_unordered("uno", values, values)
+    return builder.select(is_nan, splat_int(0x7FC00000), up)
 
 
 def rounded(builder, values, in_bf16):

@@ -35,7 +35,8 @@ def _built_kernels() -> ModuleType | None:
     try:
         from outrider.inference.engines.graphs import triton_kernels as kernels
 
-        kernels.try_all("cuda")
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):  # GPUs before Ampere have no bfloat16
+            kernels.try_all("cuda", dtype)
     except Exception as error:  # of any kind: everything works without them, with more kernel launches
         print(f"warning: passes on this GPU go without Triton ({reason(error)})", flush=True)
         return None

@@ -54,6 +54,10 @@ class Graphed(Runtime):
         """See `Runtime.prepare`. Longer texts get their own buffers and graphs."""
         self.positions, self.kernels = positions, tuple(kernels)
 
+    def forget_idle(self) -> None:
+        """See `Runtime.forget_idle`."""
+        self._arenas = {key: arena for key, arena in self._arenas.items() if arena.busy}
+
     def session(self, target: Target, split: int | None, capacity: int, context: int | None = None) -> Session:
         """As `eager_session(target, split, capacity, context)`. A target that runs as a whole has no fixed shapes."""
         if target.layered is None:
@@ -101,7 +105,7 @@ class Arena:
         self.graphs: dict[Key, torch.cuda.CUDAGraph] = {}
         layers.reserve(self.capacity)
         self.tables: dict[Key, tuple[tuple[Tensor, Tensor], ...]] = {}  # read by each graph
-        self.pool = GraphPool()
+        self.pool, self.capturable = GraphPool(), True
         self._user: weakref.ref[Session] | None = None
 
     @property
@@ -162,12 +166,17 @@ class Arena:
 
     def run(self, graph_key: Key, run: Callable[[], None], changed: Sequence[Tensor] = ()) -> None:
         """Replay `run`, captured at the first call with this `graph_key`. changed: see `GraphPool.capture`."""
-        if not can_capture(self.layers.device):
+        if not self.capturable or not can_capture(self.layers.device):
             run()
             return
         if graph_key not in self.graphs:
             with use_kernel_on(self.layers.device, kernel_for(self.runtime.kernels, self.layers, *graph_key[1:])):
-                self.graphs[graph_key] = self.pool.capture(run, changed)
+                graph = self.pool.try_capture(run, changed)
+            if graph is None:
+                self.capturable = False
+                run()
+                return
+            self.graphs[graph_key] = graph
             self.tables[graph_key] = self.layers.tables  # `reserve` may replace them by longer ones
             self.runtime.captures += 1
         self.graphs[graph_key].replay()

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.base.errors import reason, warn_once
 from outrider.draft_models.targets.target import Mask, Masks, Rotary, RunnableLayers
 from outrider.inference.core.cache import KVCache
 from outrider.inference.core.rows import RowLayout, unpack
@@ -182,12 +183,25 @@ class GraphPool:
         restore()
         return self._graphs[-1]
 
+    def try_capture(self, run: Callable[[], None], changed: Sequence[Tensor] = ()) -> torch.cuda.CUDAGraph | None:
+        """As `capture`; None, with a warning, for what cannot be captured, as a choice of experts on the host."""
+        try:
+            return self.capture(run, changed)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            warn_once(f"no CUDA graph can be made of this model, so passes are slower: {reason(error)}")
+            return None
+
     def _capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
         if self._pool_and_stream is None:
             self._pool_and_stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         pool, stream = self._pool_and_stream
-        graph = torch.cuda.CUDAGraph()
-        # CUDA calls of other threads (a logger, a data loader) neither enter the graph nor invalidate it.
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            run()
+        graph, outer_stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            # CUDA calls of other threads (a logger, a data loader) neither enter the graph nor invalidate it.
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                run()
+        finally:
+            torch.cuda.set_stream(outer_stream)  # in which PyTorch does not leave a capture that failed
         return graph

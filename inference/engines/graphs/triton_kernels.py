@@ -265,11 +265,11 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: flo
     return out
 
 
-def try_all(device: torch.device | str) -> None:
+def try_all(device: torch.device | str, dtype: torch.dtype) -> None:
     """Run every kernel once. Raises any error of Triton if it cannot build them for `device`."""
-    x = torch.ones(1, 1, 32, device=device)
+    x = torch.ones(1, 1, 32, device=device, dtype=dtype)
     summed, _ = add_and_norm(norm(x, x[0, 0], 0.0), gate(torch.cat([x, x], -1)), x[0, 0], 0.0)
-    heads, cache = summed.repeat(1, 3, 1)[:, None], torch.zeros(2, 1, 1, 64, 32, device=device)
+    heads, cache = summed.repeat(1, 3, 1)[:, None], x.new_zeros(2, 1, 1, 64, 32)
     slots = torch.zeros(1, dtype=torch.long, device=device)
     query = rotate_and_store(heads, (x, x), heads[0, 0, :2].contiguous(), 0.0, slots, cache[0], cache[1])
-    attend(query, cache[0], cache[1], torch.zeros(1, 1, 1, 64, device=device), 1.0)
+    attend(query, cache[0], cache[1], x.new_zeros(1, 1, 1, 64), 1.0)

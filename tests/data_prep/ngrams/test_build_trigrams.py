@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -253,6 +254,12 @@ def test_looking_at_a_tokenizer_leaves_steps_their_threads(
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
     open_encoder(config.tokenizer)
     assert "TOKENIZERS_PARALLELISM" not in os.environ
+
+
+def test_a_full_disk_is_told_before_a_mapped_file_is_written(config: TrigramConfig) -> None:
+    with patch("os.posix_fallocate", create=True, side_effect=OSError(28, "No space left on device")):
+        refusal("No space left on device.; free space and continue with resume=true", build_table, config)
+    assert {path.name for path in Path(f"{config.out_dir}.building").iterdir()} <= {"shards", ".lock"}
 
 
 @pytest.mark.parametrize("size", [4096, 12_000, 40_000])

@@ -309,6 +309,10 @@ def test_one_turn_in_two_spellings_of_unicode_is_one_turn() -> None:
         assert len({turn_key(one) for one in spellings}) == 1
 
 
+def test_only_the_beginning_of_a_long_text_is_normalised() -> None:
+    assert turn_key("A b " * 2**20 + "x") == turn_key("A b " * 2**20 + "y")  # all would take 16 times its memory
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 def test_a_terminal_of_any_encoding_prints_anything(encoding: str) -> None:
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding) for _ in range(2))

@@ -1,6 +1,9 @@
+import hashlib
 import json
+import os
 import sysconfig
 from pathlib import Path
+from unittest.mock import patch
 
 import datasets
 import pytest
@@ -87,6 +90,17 @@ def test_the_digest_follows_the_content_and_not_the_name(tmp_path):
     assert len({content_digest(DataConfig(**{**hub, **other})) for other in others}) == len(others)
 
 
+def test_a_file_is_hashed_once_while_it_does_not_change(tmp_path):
+    (file := tmp_path / "a.txt").write_text("x")
+    os.utime(file, (0, 0))  # settled
+    data = DataConfig(source="local", path=str(file))
+    with patch("hashlib.file_digest", wraps=hashlib.file_digest) as hashed:
+        digests = {content_digest(data) for _ in range(2)}
+        assert hashed.call_count == len(digests) == 1
+        file.write_text("longer")
+        assert content_digest(data) not in digests
+
+
 def test_the_cache_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert DataConfig().cache == user_cache() == tmp_path / "outrider"
@@ -140,6 +154,15 @@ HUB = {  # a record of each dataset, with its real columns
     "slimpajama": {"text": "prose", "meta": {"redpajama_set_name": "RedPajamaC4"}, "__index_level_0__": 7},
     "the_stack": {"hexsha": "0", "size": 5, "ext": "py", "lang": "Python", "content": "x = 1"},
 }
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_a_null_in_the_first_record_leaves_the_layout_to_the_next(tmp_path, name):
+    nulls = dict.fromkeys(HUB[name].keys() & {"messages", "conversations", "text", "content"})
+    path, counts = tmp_path / "a.jsonl", Counts()
+    path.write_text(lines([{**HUB[name], **nulls}, HUB[name]]))
+    assert [record["id"] for record in read(str(path), counts=counts)] == [f"{path}:2"]
+    assert (counts["records"], counts["empty"]) == (1, 1)
 
 
 @pytest.fixture

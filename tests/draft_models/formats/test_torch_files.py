@@ -248,6 +248,8 @@ def test_a_copy_of_fp8_weights_is_plain(tmp_path: Path, modelopt: bool) -> None:
 def test_other_methods_are_refused_by_name(tmp_path: Path, settings: dict[str, Any], name: str) -> None:
     path = set_config(save_target(tmp_path / "target"), quantization_config=settings)
     refusal(rf"target=.*: quantised by '{name}' .*; supported: fp8 with scales by block", open_target, str(path))
+    refusal(f"quantised by '{name}'", convert_target, ConvertConfig(target=str(path), out_dir=str(tmp_path / "out")))
+    assert {file.name for file in (tmp_path / "out").iterdir()} <= {".lock"}
 
 
 @pytest.mark.parametrize("algorithm", ["NVFP4", "W4A8_AWQ", "INT8_SQ", "FP8_PB_WO", "MIXED_PRECISION", 8, []])

@@ -26,6 +26,7 @@ from outrider.draft_models.early_exit.checkpoint import (
     read_meta,
     write_meta,
 )
+from outrider.draft_models.formats import convert
 from outrider.draft_models.small_lm.model import load_for_engine, load_small_lm
 from outrider.draft_models.targets import open_target as opening
 from outrider.draft_models.targets.model_files import load_causal_lm
@@ -252,6 +253,13 @@ def test_what_fits_is_one_model_for_us_and_for_transformers(
     if known == "wrapped":
         assert target.fingerprint.tensors == open_target(str(plain)).fingerprint.tensors
         assert capsys.readouterr().err.count("the names of its tensors begin with") == 1
+
+
+def test_a_model_that_the_hub_gave_is_not_called_absent(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = {file.name: str(file) for file in plain.iterdir()}
+    monkeypatch.setattr(convert, "cached_file", lambda _, file, **options: path.get(file))
+    monkeypatch.setattr(convert, "has_file", lambda _, file, **options: file in path)
+    refusal(r"target=hub/unusable: no usable config\.json", open_target, "hub/unusable")
 
 
 def test_a_missing_file_of_other_layers_is_no_matter_to_an_early_exit(plain: Path, tmp_path: Path) -> None:

@@ -69,6 +69,16 @@ def test_a_planted_fault_is_found(model, monkeypatch, fault):
     assert answers_of(model) != expected
 
 
+def test_a_finished_answer_waits_at_the_end_of_the_context(tmp_path, monkeypatch):
+    """Learned positions have no row after it. The longest prompt and its answer fill the context."""
+    model = load(save_target(tmp_path, "opt", peak=0.5, max_position_embeddings=36), torch.float64)
+    alone = [answers_by(model, [number])[0].tokens for number in range(5)]
+    monkeypatch.setattr(batch_state.GrowingBatch, "should_shrink", lambda *_: False)
+    assert answers_of(model) == alone
+    fixed(monkeypatch)
+    assert answers_of(model) == alone
+
+
 @pytest.mark.gpu
 def test_graphs_on_a_gpu_say_the_same(tmp_path, monkeypatch):
     model = load(save_target(tmp_path, "llama", peak=0.5, kv_heads=2), torch.float64).cuda()

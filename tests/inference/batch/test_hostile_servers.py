@@ -31,12 +31,12 @@ from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.audit.answers import ServedAnswer, read_answers
 from outrider.inference.audit.audit import audit, judge_arm, score_answers
 from outrider.inference.batch import server
-from outrider.inference.batch.client import ask_together
+from outrider.inference.batch.client import Client, ask_together
 from outrider.inference.batch.generate import generate_responses
 from outrider.inference.batch.server import TargetServer
 from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.settings.engine import EngineConfig
-from outrider.inference.settings.tools import AuditConfig
+from outrider.inference.settings.tools import AuditConfig, ServeConfig
 from tests.inference.batch.responding import ALONE, ENDS, letter_tokenizer, responses, save_answering, skipped
 from tests.inference.batch.serving import MODELS, Engine, listening, replying, serving
 from tests.pairwise import each_value
@@ -89,6 +89,12 @@ def test_a_key_that_no_header_holds_is_named_and_not_shown(
     with pytest.raises(UserError, match="WANDB_API_KEY") as raised:
         WandbConfig(mode="offline").is_on()
     assert KEY[:8] not in str(raised.value)
+    assert KEY[:8] not in refusal("api_key=.*ASCII", ServeConfig, target="t", api_key=KEY + ending)
+
+
+def test_a_file_of_certificates_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", "/nowhere/certificates.pem")
+    refusal("server=a: .*SSL_CERT_FILE", Client, "http://localhost", "server=a", 1.0, 0)
 
 
 @pytest.mark.parametrize("status", [200, 401, 500])

@@ -177,6 +177,25 @@ def test_texts_without_ids_are_taken_where_they_are_tokenised_so(make, engine, c
     assert len(skipped(some)) + len(responses(some)) == len(TALKS)
 
 
+@pytest.mark.parametrize(("first", "words"), [(0, "fewer log-probabilities"), (1, "does not list all tokens")])
+def test_tokens_of_which_llama_cpp_says_too_little_are_read_nevertheless(make, engine, first, words):
+    """It lists none that ends within a character, here those before `first`, and none beside those it drafted."""
+
+    def brief(number, reply):
+        choice = reply["choices"][0]
+        rows = zip(choice.pop("token_ids"), choice["logprobs"]["token_logprobs"], strict=True)
+        content = [{"id": token, "logprob": logprob, "top_logprobs": []} for token, logprob in rows]
+        choice |= {"logprobs": {"content": content[first:]}, "stop_reason": content[-1]["id"]}
+        return reply
+
+    generate_responses(own := make(name="own", **GREEDY))
+    with serving(engine(brief)) as url:
+        generate_responses(config := asked(make, url, **GREEDY))
+        refusal(words, generate_responses, asked(make, url, "top", top_k_logits=2, **GREEDY))
+    fields = {"retokenised": True} if first else {}
+    assert responses(config) == {name: record | fields for name, record in responses(own).items()}
+
+
 @pytest.mark.parametrize(("shown", "values", "words"), [
     ({"ids": False}, {"top_k_logits": 2}, "no token ids"),
     ({"limit": 2}, {"top_k_logits": 3}, "answered 400: .*too many logprobs"),

@@ -18,6 +18,7 @@ from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -318,6 +319,15 @@ def test_a_cache_that_grows_has_the_bits_of_a_large_one(
     assert not different(asked * 2, decode_together(asked, 1) + decode_together(asked, 6))
     plant(monkeypatch, KVCache, "_grow", "state.shape[2]] = state", "state.shape[2] - 1] = state[:, :, :-1]")
     assert different(asked, decode_together(asked, 6))
+
+
+def test_a_cache_that_cannot_grow_is_as_before() -> None:
+    cache, states = KVCache(range(1), 512), torch.rand(1, 1, 200, 4)
+    cache.update(states, states, 0)
+    cache.length = 200
+    with patch.object(cache, "_allocate", side_effect=torch.OutOfMemoryError), pytest.raises(torch.OutOfMemoryError):
+        cache.update(states, states, 0)
+    assert torch.equal(cache.update(states, states, 0)[0], torch.cat([states, states], 2))
 
 
 @pytest.mark.parametrize("kind", ["early_exit", "early_exit, two layers", "small_lm", "eagle3", "dflash"])

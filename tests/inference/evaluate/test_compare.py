@@ -119,14 +119,14 @@ def test_half_precision_and_sampling_are_judged(
     config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every arm of this runtime on evenly spread prompts, all turns; what was found decides verdict and exit status."""
-    monkeypatch.setattr(bench, "JUDGED", 2)
+    monkeypatch.setattr(bench, "JUDGED_PROMPTS", 2)
     half = config("half", dtype="bfloat16")
     sampled = config("sampled", sampling=SamplingConfig(temperature=1.0))
     for made in (half, sampled):
         evaluate(made, QUESTIONS * 2 if made is half else QUESTIONS)
         first = [found.turns[0] for found in read_results(Path(made.out_dir)).values()]
         differing = sum(not all(map(one.identical, one.generations)) for one in first) if made is half else 0
-        assert bench.JUDGED <= sum(bool(one.deviations) for one in first) <= bench.JUDGED + differing
+        assert bench.JUDGED_PROMPTS <= sum(bool(one.deviations) for one in first) <= bench.JUDGED_PROMPTS + differing
         for report in json.loads((Path(made.out_dir) / "report.json").read_text())["reports"]:
             for arm in ("autoregressive", report["method"]):
                 assert report["lossless"]["judged"][arm]["faults"] == []

@@ -108,6 +108,11 @@ def test_a_method_that_is_not_lossless_is_not_faster_and_one_group_is_one_speed(
     grouped = run("c", [replace(result(name, 4.0, 1.0, 2), group="one") for name in names])
     again = compared(tmp_path, first, grouped, resume=True).methods[0]
     assert (again.gain.prompts, again.verdict) == (1, "undecided")
+    pairs = [replace(result(name, 4.0, 1.0, 2), group=str(number // 2)) for number, name in enumerate(names)]
+    looping = {arm: replace(text, tokens=(5,) * 60) for arm, text in pairs[0].generations.items()}
+    paired = run("d", [replace(pairs[0], generations=looping), *pairs[1:]])
+    again = compared(tmp_path, first, paired, resume=True).methods[0]
+    assert (again.gain.prompts, again.gain_without_loops.prompts) == (3, 2)
 
 
 def test_methods_of_other_names_are_paired_when_told(run: Callable[..., str], tmp_path: Path) -> None:

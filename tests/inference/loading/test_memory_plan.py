@@ -101,6 +101,7 @@ def test_a_plan_is_of_the_device_that_a_run_would_use(
 ) -> None:
     """Unless another one is named, which need not be here. On a CPU the runtime has packed weights besides."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     llama_2(tie_word_embeddings=False).save_pretrained(tmp_path)
     shared: dict[str, Any] = {"target": str(tmp_path), "plan": True, "out_dir": str(tmp_path / "out")}

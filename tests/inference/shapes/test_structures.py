@@ -244,6 +244,14 @@ def test_static_tokens_have_their_ranks(q: Q, shape: forms.Shape, limit: int) ->
     assert source.calls == ([sum(len(path) == level for path in inner) for level in range(depth)] or [1])
 
 
+@pytest.mark.parametrize("sharp", [1.0, 200.0])
+def test_tokens_that_sampling_leaves_out_follow_by_their_logits(sharp: float) -> None:
+    source: Any = KnownSource(random_q(0, 40, sharp))
+    source.to_probs = lambda logits, rows: torch.eye(40)[logits.argmax(-1)]  # as of top_k=1
+    tree = made("eagle").draft(source, root(), 1)
+    assert tree.tokens.tolist() == torch.tensor(source.q(())).topk(4).indices.tolist()
+
+
 def test_known_shapes() -> None:
     assert len(forms.EAGLE_25) == 25
     assert Counter(map(len, forms.EAGLE_25)) == {1: 4, 2: 8, 3: 8, 4: 3, 5: 2}

@@ -28,7 +28,7 @@ def share_of_forecasts_that_hold(curves: int = 120) -> float:
 
 def test_intervals_hold_as_often_as_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
     assert share_of_forecasts_that_hold() >= COVERED - 0.1
-    monkeypatch.setattr(learning_curve, "SHARES_KEPT", np.array([1.0]))  # every doubling adds as much as the first
+    monkeypatch.setattr(learning_curve, "GAIN_RATIOS", np.array([1.0]))  # every doubling adds as much as the first
     assert share_of_forecasts_that_hold() < COVERED - 0.2
 
 

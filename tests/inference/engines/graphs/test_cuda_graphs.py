@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from outrider.inference.drafters.model_drafter import ModelDrafter
 from outrider.inference.drafters.model_plugin import Calibrated
 from outrider.inference.drafters.small_lm.drafter import SmallLMDraftModel
 from outrider.inference.engines.fused_layers import FusedLayer
-from outrider.inference.engines.graphs import attention_kernels, cuda_graphs
+from outrider.inference.engines.graphs import attention_kernels, cuda_graphs, fixed_shapes
 from outrider.inference.engines.graphs.attention_kernels import (
     SPLIT,
     attention_shape,
@@ -177,6 +178,17 @@ def test_no_graph_goes_before_its_arena(target: Path, monkeypatch: pytest.Monkey
     assert len(made) == runtime.captures == living() > 0
     runtime._arenas.clear()
     assert not living()
+
+
+def test_passes_that_cannot_be_captured_run_without_graphs(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    capture, warning = Mock(side_effect=RuntimeError("experts are chosen on the host")), Mock()
+    monkeypatch.setattr(GraphPool, "_capture", capture)
+    monkeypatch.setattr(fixed_shapes, "warn_once", warning)
+    monkeypatch.setattr(cuda_graphs, "can_capture", lambda device: True)
+    (_, stack), prompt = open_stack(target), random_prompt(12)
+    plain, graphed = (autoregressive(stack, prompt, max_new_tokens=8, runtime=by) for by in (None, Graphed(16)))
+    assert tokens_of(plain) == tokens_of(graphed)
+    assert (capture.call_count, warning.call_count) == (1, 1)
 
 
 @pytest.mark.parametrize(
