@@ -14,13 +14,12 @@ import shutil
 from pathlib import Path
 
 from safetensors.torch import save
-from torch import Tensor
 
 from outrider.base.errors import UserError, require
 from outrider.base.files import read_mapping, require_writable, write_atomically, write_json
 from outrider.base.processes import from_main, join_processes, only_run_of
 from outrider.base.run_dirs import HOLDER_FILE, LOCK_FILE
-from outrider.base.words import list_words
+from outrider.base.words import list_words, quote_word, write_option
 from outrider.data_prep.settings import RestoreConfig
 from outrider.data_prep.targets import RECORD_FILE, require_same_conversion
 from outrider.draft_models.formats.convert import fetch_folder, find_original
@@ -58,7 +57,9 @@ def _restore(config: RestoreConfig, folder: Path) -> None:
         return
     write_json(folder / RECORD_FILE, identity)
     model = fetch_folder(config.target, None, SAFETENSORS)
-    file_of, tensors = link_shards(model, folder), read_head(head)
+    file_of, tensors = link_shards(model, folder), head.files.read(head.files.file_of)
+    if head.spelling == "speculators":  # else they have the names that servers expect
+        tensors = {qwen_name(name): tensors[stored] for name, stored in head.stored_names.items()}
     write_atomically(folder / SHARD, save(tensors, metadata={"format": "pt"}))
     weight_map = {**file_of, **dict.fromkeys(tensors, SHARD)}
     write_json(folder / SAFETENSORS.index, {"metadata": {}, "weight_map": weight_map})
@@ -66,8 +67,9 @@ def _restore(config: RestoreConfig, folder: Path) -> None:
         if path.is_file() and path.name not in _WRITTEN and not path.name.endswith(_WEIGHTS):
             shutil.copyfile(path, folder / path.name)
     write_json(folder / CONFIG_FILE, declare_head(model / CONFIG_FILE, find_file(config.base, CONFIG_FILE, None)))
+    checked = quote_word(write_option("target", str(folder)))
     print(f"restore_mtp out_dir={folder} spelling={head.spelling} tensors={len(tensors)}; examine it by "
-          f"evaluate-checkpoint target={folder} mtp=target doctor=true", flush=True)  # fmt: skip
+          f"evaluate-checkpoint {checked} mtp=target doctor=true", flush=True)  # fmt: skip
 
 
 def _require_head(config: RestoreConfig) -> HeadTensors:
@@ -117,14 +119,6 @@ def link_shards(model: Path, folder: Path) -> dict[str, str]:
         except OSError:  # another disk, or one without links
             shutil.copyfile(model / name, folder / linked)
     return file_of
-
-
-def read_head(head: HeadTensors) -> dict[str, Tensor]:
-    """The head's tensors by the names that servers expect in a target's directory, in the types that are stored."""
-    tensors = head.files.read(head.files.file_of)
-    if head.spelling != "speculators":
-        return tensors
-    return {qwen_name(name): tensors[stored] for name, stored in head.stored_names.items()}
 
 
 def declare_head(model: Path, base: str | None) -> dict[str, object]:

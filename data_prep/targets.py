@@ -26,7 +26,7 @@ from outrider.draft_models.formats.convert import content_key, fetch_folder, fin
 from outrider.draft_models.formats.folder_model import FolderModel, quantisation_of
 from outrider.draft_models.formats.gguf_model import load_package
 from outrider.draft_models.formats.model_name import model_name, write_name
-from outrider.draft_models.formats.stored_tensors import CONFIG_FILE, QUANT_FILE, SAFETENSORS
+from outrider.draft_models.formats.stored_tensors import CONFIG_FILE, SAFETENSORS
 from outrider.draft_models.targets.open_target import open_target, why_quantised
 from outrider.draft_models.tiny.models import LLAMA, save_tiny_model, shrink_config
 
@@ -67,7 +67,7 @@ def convert(config: ConvertConfig, folder: Path) -> None:
     if isinstance(original, FolderModel) and CONFIG_FILE not in original.files:
         raise UserError(f"target={config.target}: no {CONFIG_FILE} there; give the directory of a whole model")
     if isinstance(original, FolderModel) and not original.quantised:
-        described = quantisation_of(original.folder / CONFIG_FILE, original.folder / QUANT_FILE)
+        described = quantisation_of(original.folder / CONFIG_FILE)
         if (why := why_quantised(described)) is not None:
             raise UserError(f"target={config.target}: {why}")
     identity = {"target": content_key(original), "dtype": config.dtype, "shard_gb": config.shard_gb}

@@ -4,7 +4,7 @@ The paper defines it for early exits. Here it reads a hidden state of any drafte
 LM's last one, or the output of an EAGLE-3 head that is the next step's feature.
 """
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,9 @@ POSITIONS = 10  # draft positions with own weights; later ones share the last
 SURE = 12.0  # log-odds are clamped to ± this
 
 
-class AcceptanceHead(Protocol):
-    """What stop rules ask how probably a drafted token is right: a `CalibrationHead`, or a drafter's own head."""
-
-    def __call__(
-        self, target_hidden: Tensor, draft_hidden: Tensor, position: Tensor, log_probability: Tensor, /
-    ) -> Tensor:
-        """Logits [n], as `CalibrationHead.forward`."""
+# What stop rules ask how probably a drafted token is right, called as `CalibrationHead.forward`: this head or a
+# drafter's own.
+AcceptanceHead = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class CalibrationHead(nn.Module):

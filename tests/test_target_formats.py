@@ -16,10 +16,13 @@ from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.batch.generate import generate_responses
 from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.engines.cpu.at_once import PanelLinear
+from outrider.inference.engines.fused_layers import frozen_linear
 from outrider.inference.engines.packing import multiply_by_codes
 from outrider.inference.evaluate.evaluation import evaluate as plan_evaluation
+from outrider.inference.loading.models import prepare_models
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig, StopConfig
+from outrider.train.eagle3 import train_eagle3
 from outrider.train.eesd import train_early_exit
 from outrider.train.finetune_drafter import finetune_drafter
 from outrider.train.parts.heldout import packed_hidden
@@ -28,7 +31,7 @@ from tests.gguf_files import save_plain_target, write_gguf
 from tests.inference.batch.responding import read_responses
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 from tests.tiny import reference_generate
-from tests.train.jobs import distilling, finetuning, write_corpus
+from tests.train.jobs import distilling, finetuning, heading, write_corpus
 
 FORMATS = ("gguf", "bin")
 
@@ -62,17 +65,30 @@ def test_heads_learn_from_products_with_the_stored_codes(targets: dict[str, Path
     torch.testing.assert_close(coded.head.weight, decoded.head.weight)
 
 
+def test_a_layer_may_have_codes_and_floats(targets: dict[str, Path]) -> None:
+    """As files of mixed kinds have, of which some are decoded."""
+    opened = open_target(str(targets["gguf Q4_0"]))
+    decoded, mixed = (opened.stack(dtype=torch.float32, coded=coded) for coded in (False, True))
+    for name in ("layers.0.self_attn.q_proj", "layers.1.mlp.down_proj"):
+        mixed.set_submodule(name, frozen_linear(mixed.get_submodule(name).weight))
+    prepare_models(mixed, {})
+    positions = torch.arange(9)[None]
+    states = [packed_hidden(stack, positions + 3, positions, torch.zeros_like(positions)) for stack in (decoded, mixed)]
+    torch.testing.assert_close(states[1], states[0], rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.slow
 def test_drafters_for_it_are_lossless(tmp_path: Path, targets: dict[str, Path], corpus: DataConfig, form: str) -> None:
     target = targets[form]
     train_early_exit(distilling(target, corpus, tmp_path / "eesd", objective="forward_kl", train_head=False))
     finetune_drafter(finetuning(target, corpus, tmp_path / "small", objective="forward_kl"))
-    stop = StopConfig(max_draft=3)
+    train_eagle3(heading(target, corpus, tmp_path / "head"))
+    sources = {"exit": "early_exit", "small": "small_lm", "head": "eagle3"}
     config = EvaluateConfig(
-        checkpoint=str(tmp_path / "eesd"), small_lm=str(tmp_path / "small"), device="cpu", max_new_tokens=12,
-        methods={"exit": MethodConfig(stop=stop), "small": MethodConfig(source="small_lm", stop=stop)},
-        out_dir=str(tmp_path / "report"),
+        checkpoint=str(tmp_path / "eesd"), small_lm=str(tmp_path / "small"), eagle3=str(tmp_path / "head"),
+        device="cpu", max_new_tokens=12, out_dir=str(tmp_path / "report"),
+        methods={name: MethodConfig(source, stop=StopConfig(max_draft=3)) for name, source in sources.items()},
     )  # fmt: skip
     evaluate(config, QUESTIONS[:2])
     report = json.loads((tmp_path / "report" / "report.json").read_text())

@@ -73,10 +73,11 @@ def train_early_exit(config: EesdConfig) -> None:
         student = build_student(config, target, layers, tokens, earlier, run.device)
         trained, frozen = student.count_parameters()
         files = target.files
+        compared = "whole_target" if reads_all else "top_k_lower_bound" if config.distils else "none"
         say(f"eesd exit_layer={config.exit_layer} read_bytes={files.bytes_read} "
             f"read_tensors={files.tensors_read}/{len(files.file_of)} trained_parameters={trained} "
             f"frozen_parameters={frozen} processes={run.state.num_processes} objective={config.objective} "
-            f"tau_analytic={name_of_tau(config)}")  # fmt: skip
+            f"tau_analytic={'none' if config.parallel else compared}")  # fmt: skip
 
         settings = config.decisions() | {"exit_layer": config.exit_layer, "data_key": rows.key}
         settings |= {} if start is None else {"start": read_meta(start).weights_sha256}
@@ -239,15 +240,6 @@ class EarlyExitStudent(Student):
 # --- evaluation
 
 
-def name_of_tau(config: EesdConfig) -> str:
-    """The distributions that eval_tau_analytic compares with; none with `parallel`, as it is of one pass a token."""
-    if config.parallel:
-        return "none"
-    if config.online or config.decode_prompts:
-        return "whole_target"
-    return "top_k_lower_bound" if config.distils else "none"
-
-
 def make_evaluation(
     config: EesdConfig, target: OpenTarget, heldout: TrainRows, student: EarlyExitStudent
 ) -> Callable[[int], Metrics]:
@@ -299,7 +291,7 @@ def plan_memory(config: EesdConfig, target: PreTrainedConfig) -> Plan:
     student, values = empty_student(config, target)
     through = student.stack.layers[: config.exit_layer] if config.parallel else None  # to the vectors of masks
     parts = fit_memory(config, student, target.hidden_size, target.vocab_size, through)
-    parts += [decoding_target(target)] if config.decode_prompts else []
+    parts += [decoding_target(config, target)] if config.decode_prompts else []
     facts = {"exit_layer": f"{config.exit_layer}/{target.num_hidden_layers}", "read_parameters": values}
     facts |= {"read_gb": f"{values * stored_dtype(target).itemsize / 1e9:.2f}"}
     return Plan(parts, facts | {"trained_parameters": student.count_parameters()[0]})

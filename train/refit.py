@@ -33,6 +33,7 @@ from outrider.base.progress import track_progress
 from outrider.base.run_dirs import check_identity, only_run
 from outrider.base.settings import read_as
 from outrider.base.streams import Streams
+from outrider.base.words import quote_word, write_option
 from outrider.commands import config_for
 from outrider.data_prep.text.documents import encode
 from outrider.data_prep.text.records import Counts, split_key
@@ -396,10 +397,11 @@ def report(out_dir: Path, folder: Path, version: Version) -> None:
 def describe_swap(out_dir: Path) -> str:
     """How servers get the current drafter, as text."""
     path = str((out_dir / CURRENT).resolve())
-    request = f"-H 'Content-Type: application/json' -d '{json.dumps({'checkpoint': path})}'"
+    export = quote_word(write_option("checkpoint", path))
+    request = f"-H 'Content-Type: application/json' -d {quote_word(json.dumps({'checkpoint': path}))}"
     return f"""current drafter: {path}
 in a running outrider serve: curl http://localhost:8000/v1/drafter {request}
-in llama-server or vLLM: outrider export checkpoint={path} target=MODEL engine=ENGINE out_dir=FOLDER,
+in llama-server or vLLM: outrider export {export} target=MODEL engine=ENGINE out_dir=FOLDER,
     and start the server by the line in README.md of FOLDER
 in a running vLLM 0.33, a small LM or an EAGLE-3 head: VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config let a process
     with a GPU send the weights, after POST /start_draft_weight_update"""

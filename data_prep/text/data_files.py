@@ -16,6 +16,7 @@ import re
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -135,13 +136,19 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, object]]:
 
 
 def drop_absent(raw: dict[str, object]) -> dict[str, object]:
-    """A row of a table, without the entries that its mappings lack: Arrow gives all mappings of a column the same
-    names, and the value None."""
+    """A row of a table as JSON would have it: times in seconds since 1970, other values of Arrow's as texts.
+
+    Entries that its mappings lack are left out: Arrow gives all mappings of a column the same names, some with None.
+    """
 
     def drop(value: object) -> object:
         if isinstance(value, dict):
             return {name: drop(inner) for name, inner in value.items() if inner is not None}
-        return [drop(inner) for inner in value] if isinstance(value, list) else value
+        if isinstance(value, list):
+            return [drop(inner) for inner in value]
+        if isinstance(value, datetime):
+            return (value - datetime(1970, 1, 1, tzinfo=value.tzinfo)).total_seconds()
+        return value if value is None or isinstance(value, str | int | float) else str(value)
 
     return {name: drop(value) for name, value in raw.items()}
 
@@ -151,7 +158,7 @@ def _table_rows(path: Path) -> Iterator[tuple[int, object]]:
 
     try:
         yield from enumerate((drop_absent(raw) for batch in _record_batches(path) for raw in batch.to_pylist()), 1)
-    except (OSError, ValueError, pyarrow.ArrowException) as error:  # ValueError: text that is not UTF-8
+    except (OSError, ValueError, OverflowError, pyarrow.ArrowException) as error:  # or no UTF-8
         raise _read_error(path, error) from error
 
 
@@ -162,7 +169,7 @@ def _record_batches(path: Path) -> Iterator["pyarrow.RecordBatch"]:
 
     if _suffix(path) == ".parquet":
         with pyarrow.parquet.ParquetFile(path) as file:
-            yield from file.iter_batches(batch_size=1024)
+            yield from file.iter_batches(batch_size=16)  # a row may be megabytes
         return
     with pyarrow.memory_map(str(path)) as mapped:
         try:

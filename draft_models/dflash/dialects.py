@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 from outrider.base.errors import UserError, reason
 from outrider.base.settings import construct
 from outrider.draft_models.dflash.reading import BlockReading
-from outrider.draft_models.heads.configs import LAYER_FIELDS, layer_config, layer_fields_of
+from outrider.draft_models.heads.configs import LAYER_FIELDS, layer_config, layer_fields_of, section_of
 from outrider.draft_models.heads.sizes import Shapes
 
 Config = Mapping[str, object]
@@ -65,17 +65,9 @@ def dialect_of(config: Config, stored_names: Collection[str]) -> BlockDialect:
     return "z-lab" if SECTION in config else "deepspec"
 
 
-def _section(config: Config, name: str = SECTION) -> Config:
-    """The config's `name`; empty without one. Raises `UserError` if it is no mapping."""
-    section = config.get(name) or {}
-    if not isinstance(section, dict):
-        raise UserError(f"{name}={section!r}: expected a mapping")
-    return section
-
-
 def _lookup(config: Config, name: str) -> object:
     """The value of a key in `dflash_config`, else at the top; None without one."""
-    nested = _section(config).get(name)
+    nested = section_of(config, SECTION).get(name)
     return config.get(name) if nested is None else nested
 
 
@@ -86,7 +78,7 @@ def read_config(config: Config, shapes: Shapes, taps: tuple[int, ...] | None = N
     """
     try:
         return _read_declared(config, shapes, taps or _read_taps(config))
-    except (UserError, TypeError, ValueError, OverflowError) as error:  # also of values that are no numbers
+    except (UserError, TypeError, ValueError, LookupError, OverflowError) as error:  # also of odd values
         raise UserError(f"{reason(error)} (in its config.json)") from None
 
 
@@ -94,7 +86,7 @@ def _read_declared(config: Config, shapes: Shapes, taps: tuple[int, ...]) -> Blo
     for name, supported in _FIXED.items():
         if (setting := _lookup(config, name)) not in supported:
             raise UserError(f"{name}={setting!r}: expected {' or '.join(map(repr, supported[1:]))}")
-    fields = _section(config, "transformer_layer_config") if "speculators_model_type" in config else config
+    fields = section_of(config, "transformer_layer_config") if "speculators_model_type" in config else config
     numbers = [name.split(".")[1] for name in shapes if name.startswith("layers.")]
     layers = max((int(number) for number in numbers if number.isdigit()), default=0) + 1
     # Windows are read by another rule (`_read_spans`) than transformers'.
@@ -121,7 +113,7 @@ def _read_declared(config: Config, shapes: Shapes, taps: tuple[int, ...]) -> Blo
 
 def _read_taps(config: Config) -> tuple[int, ...]:
     """The boundaries that the config names, in entries that must agree. Engines take the first entry that they know."""
-    nested, eagle = _section(config), _section(config, "eagle_config")
+    nested, eagle = section_of(config, SECTION), section_of(config, "eagle_config")
     entries = {  # by the entry, as the user sees it: its layers, and what makes boundaries of them
         "aux_hidden_state_layer_ids": (config.get("aux_hidden_state_layer_ids"), 0),
         "eagle_aux_hidden_state_layer_ids": (config.get("eagle_aux_hidden_state_layer_ids"), 0),
@@ -146,7 +138,7 @@ def _read_taps(config: Config) -> tuple[int, ...]:
 def _read_spans(config: Config, fields: Config, layers: int) -> dict[str, object]:
     """`windows` and `causal` of a reading, by vLLM's table: layers slide by `layer_types`, or all with `use_swa`. A
     switch of causality is of all layers; without one, those that slide by `layer_types` are causal."""
-    section, types = _section(config), fields.get("layer_types") or ["full_attention"] * layers
+    section, types = section_of(config, SECTION), fields.get("layer_types") or ["full_attention"] * layers
     if not isinstance(types, list) or len(types) != layers:
         raise UserError(f"layer_types={types!r}: expected one for each of {layers} layers")
     by_type = [kind == _SLIDING for kind in types]

@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig
 
 from outrider.base.errors import UserError, reason
 from outrider.draft_models.eagle3.reading import Reading
-from outrider.draft_models.heads.configs import LAYER_FIELDS, layer_config, layer_fields_of
+from outrider.draft_models.heads.configs import LAYER_FIELDS, layer_config, layer_fields_of, section_of
 from outrider.draft_models.heads.sizes import Shapes, default_aux_layers
 from outrider.draft_models.targets.settings import Dialect, ExportDialect
 
@@ -102,7 +102,7 @@ def read_config(
     """
     try:
         return _read_declared(config, shapes, taps or _read_aux_layers(config, target_layers))
-    except (UserError, TypeError, ValueError, OverflowError) as error:  # also of values that are no numbers
+    except (UserError, TypeError, ValueError, LookupError, OverflowError) as error:  # also of odd values
         why = f"{reason(error)} (in its config.json)"
         raise UserError(f"eagle3={source}: {why}; fetch the head again, or correct it") from None
 
@@ -144,20 +144,15 @@ def _read_switch(config: Mapping[str, Any], name: str, default: object) -> Any:
     """
     names = (name, _FORMER_SWITCH.get(name, name))
     settings = [
-        section[key] for section in (config, _eagle_config(config)) for key in names if section.get(key) is not None
+        section[key]
+        for section in (config, section_of(config, "eagle_config"))
+        for key in names
+        if section.get(key) is not None
     ]
     conflict = next((value for value in settings if value != settings[0]), None)
     if conflict is not None:
         raise UserError(f"{name}={settings[0]!r} at the top, {conflict!r} in eagle_config: expected one of them")
     return settings[0] if settings else default
-
-
-def _eagle_config(config: Mapping[str, object]) -> Mapping[str, object]:
-    """The config's `eagle_config`; empty without one. Raises `UserError` if it is no mapping."""
-    eagle_config = config.get("eagle_config") or {}
-    if not isinstance(eagle_config, dict):
-        raise UserError(f"eagle_config={eagle_config!r}: expected a mapping")
-    return eagle_config
 
 
 def _read_aux_layers(config: Mapping[str, Any], target_layers: int) -> tuple[int, ...]:
@@ -167,7 +162,7 @@ def _read_aux_layers(config: Mapping[str, Any], target_layers: int) -> tuple[int
     boundaries 2, 9 and 16; the other entries have boundaries, as vLLM reads them. Without an entry: 2, n // 2 and n − 3
     of n layers (as in EAGLE, SpecForge and vLLM).
     """
-    sections = {"": config, "eagle_config.": _eagle_config(config)}
+    sections = {"": config, "eagle_config.": section_of(config, "eagle_config")}
     boundaries: dict[str, tuple[int, ...]] = {}  # by the entry, as the user sees it
     for section, key in product(sections, (AUX_LAYERS_KEY, "layer_ids", "target_layer_ids")):
         name, layers = section + key, sections[section].get(key)

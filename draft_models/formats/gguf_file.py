@@ -156,7 +156,9 @@ class _Parser:
         entry_type, count = self.integer("I"), self.integer("Q")
         if entry_type in _SCALARS:
             return self.numbers(_SCALARS[entry_type], count)
-        return [*self.texts(count)] if entry_type == _STRING else [self.value(entry_type) for _ in range(count)]
+        if entry_type != _STRING:
+            raise self.damage_error(f"a list of values of type {entry_type}")
+        return [*self.texts(count)]
 
     def text(self) -> str:
         return self.texts(1)[0]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from outrider.base.errors import UserError
 from outrider.base.files import is_local, read_mapping, write_json
+from outrider.base.words import escape_controls
 from outrider.draft_models.formats.gguf_file import find_gguf, open_gguf
 
 CONFIG_FILE, FIELD = "config.json", "_name_or_path"
@@ -28,7 +29,7 @@ def model_name(source: str) -> str:
     in_files: object = None
     with suppress(UserError, OSError):
         in_files = _name_in_files(path)
-    name = " ".join(in_files.split()) if isinstance(in_files, str) else ""
+    name = escape_controls(" ".join(in_files[:200].split())) if isinstance(in_files, str) else ""
     return name if re.search(r"\w", name) else path.name.removesuffix(".gguf") or source
 
 

@@ -68,7 +68,7 @@ def runs_as_stored(quantised: Mapping[str, object]) -> bool:
     groups = quantised.get("config_groups")
     parts = [*groups.values()] if isinstance(groups, dict) else [{"weights": quantised}]
     weights = [kind for part in parts if isinstance(part, dict) and isinstance(kind := part.get("weights"), dict)]
-    are_adjacent = not any(kind.get("desc_act") or kind.get("actorder") for kind in weights)
+    are_adjacent = not any(kind.get("desc_act") or kind.get("actorder") in ("group", "dynamic") for kind in weights)
     sizes = [size for kind in weights if isinstance(size := kind.get("group_size"), int) and size > 0]
     return packing_of(quantised) is not None and are_adjacent and not any(size % 32 for size in sizes)
 

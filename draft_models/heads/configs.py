@@ -1,12 +1,14 @@
 """The config of a draft head's layers, in transformers' keys: read (`layer_config`) and written (`layer_fields_of`)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from outrider.base.errors import UserError, reason
+from outrider.draft_models.formats.gguf_file import MOST_LAYERS
 from outrider.draft_models.heads.sizes import HeadSizes
 
+_WIDEST = 2**16  # dimensions of an attention head
 _LAYERS: dict[str, Callable[..., PreTrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 # The fields of `HeadSizes` by transformers' keys of a layer's config, and the further keys that decide what a layer is.
 LAYER_FIELDS = {
@@ -21,11 +23,21 @@ _FURTHER_KEYS = (
 )  # fmt: skip
 
 
+def section_of(config: Mapping[str, object], name: str) -> Mapping[str, object]:
+    """The config's `name`; empty without one. Raises `UserError` if it is no mapping."""
+    section = config.get(name) or {}
+    if not isinstance(section, dict):
+        raise UserError(f"{name}={section!r}: expected a mapping")
+    return section
+
+
 def layer_config(layer_fields: object, layers: int) -> PreTrainedConfig:
     """transformers' config of a model of such layers, with its defaults: trainers omit values equal to defaults."""
     if not isinstance(layer_fields, dict):
         raise UserError(f"transformer_layer_config={layer_fields!r}: expected a mapping")
-    model_type = layer_fields.get("model_type", "llama")
+    model_type, width = layer_fields.get("model_type", "llama"), layer_fields.get("head_dim") or 1
+    if layers > MOST_LAYERS or (isinstance(width, int) and width > _WIDEST):  # both are sizes of memory
+        raise UserError(f"{layers} layers with head_dim={width}: expected at most {MOST_LAYERS}, and {_WIDEST}")
     if model_type not in _LAYERS:
         raise UserError(f"model_type={model_type!r}: a head has layers of one of {', '.join(_LAYERS)}")
     fields = {key: layer_fields[key] for key in (*LAYER_FIELDS, *_FURTHER_KEYS) if layer_fields.get(key) is not None}

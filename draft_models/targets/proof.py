@@ -17,15 +17,9 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from outrider.base.errors import UserError, reason
 from outrider.base.progress import track_progress
+from outrider.draft_models.targets import model_files
 from outrider.draft_models.targets.attention import stock_attention
 from outrider.draft_models.targets.coded import CodedEmbedding
-from outrider.draft_models.targets.model_files import (
-    decoder_layers,
-    layer_stack,
-    pick_layers,
-    settings_by_layer,
-    spec_of,
-)
 from outrider.draft_models.targets.model_spec import LayerCall, context_limit
 from outrider.draft_models.targets.narrowed import draft_vocabulary_of
 from outrider.draft_models.targets.stack import WholeModel
@@ -51,7 +45,7 @@ def prove_weights(model: PreTrainedModel, layers: Sequence[int], reference: PreT
     layers: the target's layers in `model`. reference: the target as transformers loads it, or its first layers.
     """
     expected_tensors = reference.state_dict()
-    layer_number = re.compile(rf"(?<={re.escape(spec_of(model).layers)}\.)\d+")
+    layer_number = re.compile(rf"(?<={re.escape(model_files.spec_of(model).layers)}\.)\d+")
     for key, tensor in model.state_dict().items():
         target_key = layer_number.sub(lambda match: str(layers[int(match[0])]), key, count=1)
         expected = expected_tensors.get(target_key, tensor)  # `reference` may lack later layers, which are not compared
@@ -71,7 +65,7 @@ def prove_layers(model: PreTrainedModel, name: str, largest: int = LARGEST_COPY,
     runs through one layer of each kind only (see `_one_of_each_kind`). name: the model's option and value, for the
     message.
     """
-    short, *beyond = _prompt_lengths(model.config, layer_stack(model).windows)
+    short, *beyond = _prompt_lengths(model.config, model_files.layer_stack(model).windows)
     float32_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
     for length in track_progress([short, *beyond], f"comparing {name} with its own forward", "texts"):
         compared = model if length == short or float32_bytes <= largest else _one_of_each_kind(model)
@@ -80,7 +74,7 @@ def prove_layers(model: PreTrainedModel, name: str, largest: int = LARGEST_COPY,
                 ids = _probe_tokens(compared, length)
                 expected = _path_logits(compared, ids)
             with _compute_in_float32(compared, vocabulary):
-                difference, position = _logit_gap(layer_stack(compared), expected, ids)
+                difference, position = _logit_gap(model_files.layer_stack(compared), expected, ids)
         except Exception as error:  # any error of an architecture whose code does not support this
             raise NotByLayersError(f"{name}: cannot be run layer by layer ({reason(error)})") from None
         if not difference <= EXACT:  # also true for NaN
@@ -104,7 +98,7 @@ def _compute_in_float32(model: PreTrainedModel, vocabulary: int) -> Iterator[Non
     embed, config = model.get_input_embeddings(), model.config.get_text_config()
     assert isinstance(embed, nn.Embedding | CodedEmbedding)
     rows = config.vocab_size if draft_vocabulary_of(model) else min(vocabulary, config.vocab_size)
-    layers = decoder_layers(model)
+    layers = model_files.decoder_layers(model)
     in_layers = {id(tensor) for tensor in _half_tensors(layers)}
     by_token = {id(weight) for part in (embed, model.get_output_embeddings()) for weight in part.parameters()}
     outside = [tensor for tensor in _half_tensors(model) if id(tensor) not in in_layers]
@@ -159,15 +153,17 @@ def _one_of_each_kind(model: PreTrainedModel) -> PreTrainedModel:
     consist of the same modules with the same switches: bools, strings and None.
     """
     first_index: dict[tuple[LayerCall, str, str], int] = {}
-    by_layer = settings_by_layer(model.config).values()
-    for index, (layer, call) in enumerate(zip(decoder_layers(model), spec_of(model).calls, strict=True)):
+    by_layer = model_files.settings_by_layer(model.config).values()
+    for index, (layer, call) in enumerate(
+        zip(model_files.decoder_layers(model), model_files.spec_of(model).calls, strict=True)
+    ):
         modules = [
             (type(module), sorted(item for item in vars(module).items() if type(item[1]) in (bool, str, type(None))))
             for module in layer.modules()
         ]
         first_index.setdefault((call, str([values[index] for values in by_layer]), str(modules)), index)
     shared: dict[int, object] = {id(weight): nn.Parameter(weight.data, False) for weight in model.parameters()}
-    return pick_layers(model, list(first_index.values()), shared)
+    return model_files.pick_layers(model, list(first_index.values()), shared)
 
 
 def prove_rows(lm: WholeModel) -> None:

@@ -134,7 +134,8 @@ class TensorFiles:
                     name: pool.submit(_hash_tensor, name, x, full) for name, x in self._open_file(file, inside).items()
                 }
                 for name, job in track_progress(jobs.items(), f"hashing {self.source}", "tensors"):
-                    hashes[name], size = job.result()
+                    with name_unreadable(self.source, f"tensor {name!r}"):
+                        hashes[name], size = job.result()
                     self.bytes_hashed += size
         parts: dict[str, bytes] = {}
         for name in sorted(hashes):

@@ -15,7 +15,7 @@ from copy import copy
 from typing import TYPE_CHECKING
 
 import numpy as np
-from jinja2 import Environment, TemplateSyntaxError
+from jinja2 import Environment, TemplateError
 from jinja2.defaults import DEFAULT_NAMESPACE
 from jinja2.meta import find_undeclared_variables
 
@@ -110,9 +110,9 @@ def bind_arguments(
     texts = text if isinstance(text, dict) else {"": text or ""}  # a model may have several, by name
     try:
         syntax = [_JINJA.parse(_GENERATION.sub("", part)) for part in texts.values()]
-    except TemplateSyntaxError as error:
+        names = sorted(set[str]().union(*map(find_undeclared_variables, syntax)) - _PROVIDED)
+    except (TemplateError, RecursionError) as error:
         raise UserError(f"{option}: the chat template cannot be read ({error}); leave it out") from None
-    names = sorted(set[str]().union(*map(find_undeclared_variables, syntax)) - _PROVIDED)
     for name, value in arguments.items():
         expected = f"{', '.join(names) or 'none'}, which the chat template reads{did_you_mean(name, names)}"
         require(name in names, f"{option}.{name}", value, expected)

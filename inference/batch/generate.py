@@ -121,7 +121,12 @@ def generate(
     context = context_limit(target.config)
     arguments = (config, target.tokenizer, end_tokens(target), context, target.vocabulary_size or UNLIMITED)
     server = TargetServer(*arguments) if config.server else None
-    identity = _agree_on_identity(config, target, dtype, server, state)
+    # Other kernels round differently. The machine determines which ones run here, not a timing.
+    packed = "blocked" + (", steps by AMX" if has_amx() else "") if can_pack(state.device, dtype) else "PyTorch's"
+    kernels = "a server's" if server else packed
+    identity = from_main(state, lambda: run_identity(config, target, dtype, server) | {"kernels": kernels})
+    if (of_main := identity["kernels"]) != kernels:
+        raise UserError(f"one process multiplies by kernels {of_main!r}, another by {kernels!r}: use like machines")
     directory.check_run(folder, identity, config.resume)
     identity["code"] = code_version()
     ids, first, spent = from_main(
@@ -147,19 +152,6 @@ def generate(
     if state.is_main_process:
         _write_summary(folder, todo, rate)
     state.wait_for_everyone()
-
-
-def _agree_on_identity(
-    config: GenerateConfig, target: OpenTarget, dtype: torch.dtype, server: TargetServer | None, state: PartialState
-) -> directory.Facts:
-    """The identity of the run, with its kernels. Raises `UserError` if the main process has other kernels."""
-    # Other kernels round differently. The machine determines which ones run here, not a timing.
-    packed = "blocked" + (", steps by AMX" if has_amx() else "") if can_pack(state.device, dtype) else "PyTorch's"
-    kernels = "a server's" if server else packed
-    identity = from_main(state, lambda: run_identity(config, target, dtype, server) | {"kernels": kernels})
-    if (of_main := identity["kernels"]) != kernels:
-        raise UserError(f"one process multiplies by kernels {of_main!r}, another by {kernels!r}: use like machines")
-    return identity
 
 
 def _write_summary(folder: Path, todo: Todo, rate: float) -> None:

@@ -130,7 +130,7 @@ class FusedLayer(nn.Module):
         """`forward` by separate operations."""
         batch, queries, _ = hidden.shape
         if self.gates_by_silu and isinstance(past_key_values, KVCache) and past_key_values.fixed is not None:
-            kernels = triton_kernels(hidden.device)
+            kernels = triton_kernels(hidden.device, hidden.dtype)
             if kernels is not None:
                 return self._in_few_launches(kernels, hidden, attention_mask, position_embeddings, past_key_values)
         attention_norm, qkv, out, mlp_norm, up, activation, down = self._parts
@@ -234,6 +234,7 @@ def fuse_layers(model: nn.Module) -> None:
 
 def _fuse(module: nn.Module) -> nn.Module:
     name = type(module).__name__
-    if name in FUSED_LAYERS:
+    types = {type(linear) for linear in module.modules() if isinstance(linear, nn.Linear | CodedLinear | Int8Linear)}
+    if name in FUSED_LAYERS and len(types) == 1:  # a file may store some of a layer's matrices as codes, others not
         return FusedLayer(module)
     return RMSNorm(module) if name in FUSED_NORMS else module

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.base.errors import UserError
-from outrider.draft_models.targets.coded import CodedLinear, as_multiplied
+from outrider.draft_models.targets.coded import CodedEmbedding, CodedLinear, as_multiplied
 from outrider.draft_models.targets.int8 import Int8Linear, Linear, apply_scale
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.inference.engines.cpu.at_once import (
@@ -252,9 +252,14 @@ def lay_out(model: nn.Module, device: torch.device) -> None:
 
 
 def multiply_by_codes(stack: LayerStack) -> None:
-    """Let the layers of `stack` multiply by their codes, in passes of many rows too; its head becomes floats."""
+    """Let the layers of `stack` multiply by their codes, in passes of many rows too. Head and embedding are floats."""
+    dtype = stack.dtype
     if isinstance(stack.head, CodedLinear):
-        stack.head = frozen_linear(stack.head.weight.to(stack.dtype), stack.head.bias)
+        stack.head = frozen_linear(stack.head.weight.to(dtype), stack.head.bias)
+    if isinstance(stack.embed_tokens, CodedEmbedding):
+        weight = stack.embed_tokens.rows.decode().to(dtype)
+        stack.embed_tokens = nn.Embedding(*weight.shape, _weight=weight, _freeze=True)
+    if any(isinstance(module, CodedLinear) for module in stack.layers.modules()):
         fuse_layers(stack)
         pack_linears(stack.layers, lambda linears: "panels" if isinstance(linears[0], CodedLinear) else "plain")
         _bind(stack)

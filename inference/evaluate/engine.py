@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
 
 from outrider.base.files import as_json_lines, write_atomically
 from outrider.base.streams import Streams
@@ -131,17 +130,21 @@ def judge_served(
     config: EngineConfig, setup: TargetSetup, served: ServedBlocks, out: Path
 ) -> dict[str, dict[str, ServedJudgement]]:
     """By method and arm, the audit of the engine's texts that differ from the references; empty if none differs."""
-    by_arm, judgements = (
-        differing_answers(served, engine_blocks.resolve_sampling(config, setup)),
-        dict[str, dict[str, ServedJudgement]](),
-    )
+    judgements: dict[str, dict[str, ServedJudgement]] = {}
+    by_arm = differing_answers(served, engine_blocks.resolve_sampling(config, setup))
     if not by_arm:
         return judgements
     model = load_reference(setup.target, setup.dtype, setup.device)
+    keys = ("prompt_ids", "output_ids", "retokenised", *SamplingConfig.__dataclass_fields__)
     for (method, arm), answers in by_arm.items():
-        judgements.setdefault(method, {})[arm] = _audit(
-            config, model, answers, out / engine_blocks.FOLDER / f"{method}-{arm}.jsonl"
-        )
+        name, by_line = (
+            f"{engine_blocks.FOLDER}/{method}-{arm}.jsonl",
+            dict(enumerate(answers, 1)),
+        )  # to be audited again
+        write_atomically(out / name, as_json_lines({key: getattr(answer, key) for key in keys} for answer in answers))
+        finding = judge_arm(score_answers(model, by_line, Streams(config.seed), simulate=False), by_line, LEVEL)
+        judgement = ServedJudgement(len(answers), name, finding.verdict, finding.faults)
+        judgements.setdefault(method, {})[arm] = judgement
     return judgements
 
 
@@ -157,14 +160,3 @@ def differing_answers(served: ServedBlocks, sampling: SamplingConfig) -> dict[tu
             answer = ServedAnswer(prompt_ids=[*prompt], output_ids=[*text], retokenised=retokenised, **vars(sampling))
             answers.setdefault((method, arm), {})[prompt, text] = answer
     return {key: [*by_text.values()] for key, by_text in answers.items()}
-
-
-def _audit(
-    config: EngineConfig, model: PreTrainedModel, answers: Sequence[ServedAnswer], file: Path
-) -> ServedJudgement:
-    """Write the answers to `file`, from which they can be audited again, and judge them."""
-    keys = ("prompt_ids", "output_ids", "retokenised", *SamplingConfig.__dataclass_fields__)
-    write_atomically(file, as_json_lines({key: getattr(answer, key) for key in keys} for answer in answers))
-    by_line = dict(enumerate(answers, 1))
-    finding = judge_arm(score_answers(model, by_line, Streams(config.seed), simulate=False), by_line, LEVEL)
-    return ServedJudgement(len(answers), f"{engine_blocks.FOLDER}/{file.name}", finding.verdict, finding.faults)

@@ -107,10 +107,14 @@ def write_replay(config: ReplayConfig, out_dir: Path, reports: Sequence[MethodRe
 def replay_markdown(reports: Sequence[MethodReplay], transcripts: str) -> str:
     """A table of τ per method, overall and by category."""
     first = reports[0]
-    groups = {name: (f"{{by_category[{name}].tau:.2f?}}", "") for name in first.by_category}
+    groups = {
+        f"category {name}" if name in REPLAYED else name: (f"{{tau_of_{number}:.2f?}}", "")
+        for number, name in enumerate(first.by_category)
+    }
     unsure = first.turns - first.greedy_turns
     kind = f"teacher-forced, as {unsure} turns are not known to be greedy" if unsure else "greedy"
     summary = f"{first.turns} turns, {first.tokens} tokens, {kind}; {first.loops}."
     there = {"speed-up there [95 %]": ("{expected:interval}", "")} if any(r.expected for r in reports) else {}
-    table = fill_table({**REPLAYED, **there, **groups}, [vars(report) for report in reports])
+    rows = [{f"tau_of_{n}": r.by_category[name].tau for n, name in enumerate(first.by_category)} for r in reports]
+    table = fill_table({**REPLAYED, **there, **groups}, [vars(r) | row for r, row in zip(reports, rows, strict=True)])
     return "\n".join([f"# Replay of {Path(transcripts).name}", "", summary, "", *table.markdown(), ""])

@@ -10,14 +10,8 @@ from dataclasses import replace
 
 from outrider.base.streams import Streams
 from outrider.inference.core.rounds import Generation
+from outrider.inference.measure import statistics
 from outrider.inference.measure.results import PromptResult
-from outrider.inference.measure.statistics import (
-    MedianInterval,
-    PlainToken,
-    bootstrap_median,
-    count_tested,
-    loop_length,
-)
 from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS
 
 
@@ -39,7 +33,7 @@ def select_timed(results: Sequence[PromptResult], *arms: str) -> list[PromptResu
 def without_loops(results: Sequence[PromptResult], *arms: str) -> list[PromptResult]:
     """Results without a loop in these arms. Texts that were decoded together share a pace: none of a group with a loop
     stays."""
-    loops = [any(loop_length(r.generations[arm].tokens) for arm in arms) for r in results]
+    loops = [any(statistics.loop_length(r.generations[arm].tokens) for arm in arms) for r in results]
     mixed_groups = {r.group for r, loop in zip(results, loops, strict=True) if loop and r.group is not None}
     return [r for r, loop in zip(results, loops, strict=True) if not loop and r.group not in mixed_groups]
 
@@ -55,7 +49,7 @@ def speedup(
     baseline: str,
     streams: Streams,
     seconds: Callable[[Generation], float] = decoding,
-) -> MedianInterval:
+) -> statistics.MedianInterval:
     """Median and interval of the baseline's `seconds` over the arm's, over prompts for which both decoded tokens."""
     timed_results = select_timed(results, arm, baseline)
     names = (arm, baseline, seconds.__name__)
@@ -64,7 +58,7 @@ def speedup(
 
 def speedups_over_baselines(
     results: Sequence[PromptResult], arm: str, streams: Streams, seconds: Callable[[Generation], float] = decoding
-) -> MedianInterval:
+) -> statistics.MedianInterval:
     """`speedup` over plain decoding and, if it was run, over transformers' `generate`."""
     over_plain = speedup(results, arm, AUTOREGRESSIVE, streams, seconds)
     if TRANSFORMERS not in results[0].generations:
@@ -72,7 +66,7 @@ def speedups_over_baselines(
     return replace(over_plain, vs_transformers_generate=speedup(results, arm, TRANSFORMERS, streams, seconds))
 
 
-def prefill_seconds(results: Sequence[PromptResult], arm: str, streams: Streams) -> MedianInterval | None:
+def prefill_seconds(results: Sequence[PromptResult], arm: str, streams: Streams) -> statistics.MedianInterval | None:
     """Median and interval of the seconds before an arm's first token; None for an arm that was not run."""
     if arm not in results[0].generations:
         return None
@@ -102,14 +96,14 @@ def parts_of_time(results: Sequence[PromptResult], arm: str) -> dict[str, float]
     return {**parts, "other": sum(g.decode_seconds for g in generations) - sum(parts.values())}
 
 
-def time_of_a_plain_token(results: Sequence[PromptResult]) -> PlainToken:
+def time_of_a_plain_token(results: Sequence[PromptResult]) -> statistics.PlainToken:
     """The time of a token over all rounds of the autoregressive arm."""
     parts = parts_of_time(results, AUTOREGRESSIVE)
     count = sum(len(r.profiles.get(AUTOREGRESSIVE, r.generations[AUTOREGRESSIVE]).rounds) for r in results)
     if not count:
-        return PlainToken()
+        return statistics.PlainToken()
     token, passed = (1e6 * seconds / count for seconds in (sum(parts.values()), parts["verify"]))
-    return PlainToken(token, passed, token - passed, 1 - passed / token)
+    return statistics.PlainToken(token, passed, token - passed, 1 - passed / token)
 
 
 def break_even(results: Sequence[PromptResult], method: str) -> float | None:
@@ -120,7 +114,7 @@ def break_even(results: Sequence[PromptResult], method: str) -> float | None:
     """
     timed_results = select_timed(results, method, AUTOREGRESSIVE)
     rounds = [r for result in timed_results for r in result.generations[method].rounds]
-    if not (tested := count_tested(rounds)):
+    if not (tested := statistics.count_tested(rounds)):
         return None
     steps = sum(len(result.generations[AUTOREGRESSIVE].tokens) - 1 for result in timed_results)
     step = sum(result.generations[AUTOREGRESSIVE].decode_seconds for result in timed_results) / steps
@@ -137,9 +131,9 @@ def _ratio(result: PromptResult, arm: str, baseline: str, seconds: Callable[[Gen
     return seconds(result.generations[baseline]) / seconds(result.generations[arm])
 
 
-def median_of(results: Sequence[PromptResult], values: Sequence[float], streams: Streams) -> MedianInterval:
+def median_of(results: Sequence[PromptResult], values: Sequence[float], streams: Streams) -> statistics.MedianInterval:
     """The median of `values`, one per result, and its interval, resampled by unit; prompts: the number of units."""
     if not values:
-        return MedianInterval()
-    median, interval = bootstrap_median(values, streams.arrays(), units=[r.unit for r in results])
-    return MedianInterval(median, interval, len({r.unit for r in results}))
+        return statistics.MedianInterval()
+    median, interval = statistics.bootstrap_median(values, streams.arrays(), units=[r.unit for r in results])
+    return statistics.MedianInterval(median, interval, len({r.unit for r in results}))

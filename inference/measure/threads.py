@@ -18,7 +18,7 @@ import torch
 
 from outrider.base import progress
 from outrider.base.errors import warn
-from outrider.base.limits import usable_cores
+from outrider.base.limits import usable_time
 from outrider.base.streams import Streams
 from outrider.inference.core.rounds import Generation
 from outrider.inference.measure.results import Arm
@@ -35,7 +35,7 @@ class CpuWatch:
         self,
         used: Callable[[], float] = time.process_time,
         clock: Callable[[], float] = time.perf_counter,
-        cores: Callable[[], int] = usable_cores,
+        cores: Callable[[], float] = usable_time,
     ) -> None:
         """used: seconds of CPU time of all threads so far. cores: how many threads can run at once."""
         self._used, self._clock, self._cores = used, clock, cores

@@ -13,16 +13,7 @@ from textwrap import shorten
 from outrider.base.words import format_figure, format_seconds, quote_word, write_option
 from outrider.inference.doctor.scores import describe_findings
 from outrider.inference.measure.statistics import MARGIN, MIN_PROMPTS, MedianInterval
-from outrider.inference.report.types import (
-    HALF_NAMES,
-    NOT_LOSSLESS,
-    RUN,
-    TARGET_DIFFERS,
-    Conditions,
-    DraftVocabulary,
-    MethodReport,
-    Overlap,
-)
+from outrider.inference.report import types
 from outrider.inference.settings.sampling import SamplingConfig
 
 _LOOPS = ", where drafts are nearly always right; verdicts and the recommendation come from the others"
@@ -43,23 +34,23 @@ def write_repeat_command(words: Sequence[str], out_dir: Path, command: Sequence[
     return f"measure the same again: {' '.join(map(quote_word, [*command, *same.values()]))}"
 
 
-def write_recommendation(reports: Sequence[MethodReport]) -> str:
+def write_recommendation(reports: Sequence[types.MethodReport]) -> str:
     """The recommendation in one sentence: the fastest method, "nothing pays here", or why it is undecided.
 
     The first word is lower-case, because a label precedes it. A method is named in backticks. Texts that are not the
     target's are never recommended.
     """
-    if any(report.verdict == TARGET_DIFFERS for report in reports):
+    if any(report.verdict == types.TARGET_DIFFERS for report in reports):
         return f"{OWN_RUN}, so no method is judged; please report it."
-    wrong = [f"`{report.method}`" for report in reports if report.verdict == NOT_LOSSLESS]
+    wrong = [f"`{report.method}`" for report in reports if report.verdict == types.NOT_LOSSLESS]
     warning = f"; do not use {' or '.join(wrong)}: not lossless" if wrong else ""
     timed = [report for report in reports if report.figures.speedup.median is not None]
-    right = [report for report in timed if report.verdict != NOT_LOSSLESS]
+    right = [report for report in timed if report.verdict != types.NOT_LOSSLESS]
     ranked = sorted(right, key=lambda report: -(report.figures.speedup_without_loops.median or 0))
     return f"{_recommend(ranked)}{warning}.{_slower_plain(reports[0])}"
 
 
-def _recommend(ranked: Sequence[MethodReport]) -> str:
+def _recommend(ranked: Sequence[types.MethodReport]) -> str:
     """The sentence for lossless methods that were timed, the fastest first."""
     if not ranked:
         return "undecided: no lossless method was timed"
@@ -80,17 +71,17 @@ def _recommend(ranked: Sequence[MethodReport]) -> str:
     return f"undecided: the best, `{best.method}`, has {gain}, and {condition}"
 
 
-def _needed_acceptance(report: MethodReport) -> str:
+def _needed_acceptance(report: types.MethodReport) -> str:
     """The acceptance at which a slower method would pay, if that is more than it has."""
     even, rate = report.break_even_acceptance or 0.0, report.figures.acceptance_rate
     never = " (so never pays)" if even > 1 else ""
     return f"; it would need an acceptance of {even:.2f}{never} and has {rate:.2f}" if even > rate else ""
 
 
-def _rivals(best: MethodReport, ranked: Sequence[MethodReport]) -> str:
+def _rivals(best: types.MethodReport, ranked: Sequence[types.MethodReport]) -> str:
     """The methods whose intervals overlap with the best one's."""
 
-    def interval(report: MethodReport) -> tuple[float, float]:
+    def interval(report: types.MethodReport) -> tuple[float, float]:
         return report.figures.speedup_without_loops.ci95 or (0, 0)
 
     rivals = [report for report in ranked if report is not best and interval(report)[1] >= interval(best)[0]]
@@ -99,7 +90,7 @@ def _rivals(best: MethodReport, ranked: Sequence[MethodReport]) -> str:
     return f"; {phrase} may be as fast, as the intervals overlap" if names else ""
 
 
-def _slower_plain(report: MethodReport) -> str:
+def _slower_plain(report: types.MethodReport) -> str:
     """A warning if transformers' `generate` is faster than plain decoding by more than the margin of a verdict."""
     faster = report.transformers_generate.speedup if report.transformers_generate else MedianInterval()
     if faster.ci95 is None or faster.ci95[0] <= 1 + MARGIN:
@@ -111,7 +102,7 @@ def _slower_plain(report: MethodReport) -> str:
     )
 
 
-def conditions_text(reports: Sequence[MethodReport]) -> str:
+def conditions_text(reports: Sequence[types.MethodReport]) -> str:
     first, run = reports[0], reports[0].conditions
     numbers = run.dtype if run.computes_in == run.dtype else f"{run.dtype} weights and {run.computes_in} activations"
     turns = f", {first.figures.turns} turns" if first.figures.turns > first.figures.prompts else ""
@@ -138,7 +129,7 @@ def conditions_text(reports: Sequence[MethodReport]) -> str:
     return " ".join([*lines, run.origin]).strip()
 
 
-def _prompt_count(report: MethodReport) -> str:
+def _prompt_count(report: types.MethodReport) -> str:
     """The number of prompts with results, and the total if a time limit left some out."""
     prompts, total, minutes = report.figures.prompts, report.conditions.prompts_given, report.conditions.minutes
     if minutes is None or prompts == total:
@@ -146,7 +137,7 @@ def _prompt_count(report: MethodReport) -> str:
     return f"{prompts} of {total} prompts, as many as {minutes:.3g} minutes held"
 
 
-def _threads(report: MethodReport) -> str:
+def _threads(report: types.MethodReport) -> str:
     """The number of CPU threads; if chosen per prompt, the number of prompts for each."""
     threads = report.conditions.threads
     if len(threads) < 2:
@@ -154,7 +145,7 @@ def _threads(report: MethodReport) -> str:
     return ", ".join(f"{count} threads for {prompts} prompts" for count, prompts in threads.items())
 
 
-def _choice(run: Conditions) -> str:
+def _choice(run: types.Conditions) -> str:
     """How tokens are chosen: greedily or sampled, with the settings."""
     settings = {key: value for key, value in run.sampling.items() if value != getattr(SamplingConfig(), key)}
     options = ", ".join(f"{key} {value:g}" for key, value in settings.items())
@@ -163,7 +154,7 @@ def _choice(run: Conditions) -> str:
     return f"greedy ({options})" if options else "greedy"
 
 
-def write_sentences(reports: Sequence[MethodReport]) -> list[str]:
+def write_sentences(reports: Sequence[types.MethodReport]) -> list[str]:
     first, run, lines = reports[0], reports[0].conditions, list[str]()
     token, lossless = first.autoregressive, first.lossless
     if ties := lossless.autoregressive_excused_ties:
@@ -186,14 +177,14 @@ def write_sentences(reports: Sequence[MethodReport]) -> list[str]:
     return lines
 
 
-def vocabulary_sentence(kind: str, vocabulary: DraftVocabulary) -> str:
+def vocabulary_sentence(kind: str, vocabulary: types.DraftVocabulary) -> str:
     shares = dict(vocabulary.coverage)
     overall = shares.pop("all")
     parts = ", ".join(f"{category} {share:.1%}" for category, share in sorted(shares.items()))
     return f"{kind} predicts over {vocabulary.tokens} tokens: {overall:.1%} of what the target said ({parts})."
 
 
-def method_sentence(report: MethodReport) -> str:
+def method_sentence(report: types.MethodReport) -> str:
     """A method's verdict, its split of time, and the statistics of its structure."""
     total = sum(report.seconds.values()) or 1.0
     parts = ", ".join(f"{name} {100 * part / total:.0f} %" for name, part in report.seconds.items())
@@ -211,27 +202,27 @@ def method_sentence(report: MethodReport) -> str:
     )
 
 
-def overlap_sentence(kind: str, overlap: Overlap) -> str:
+def overlap_sentence(kind: str, overlap: types.Overlap) -> str:
     if overlap.why is not None:
         return f"{kind}: has it seen the prompts? Not known: {overlap.why}. Restore that text, or take newer prompts."
     read = f"the first {(overlap.characters or 0) / 1e6:.0f} M characters"
     text = "all of its training text" if overlap.complete else read
     share = (overlap.runs_seen or 0) / overlap.runs if overlap.runs else 0.0
     return (
-        f"{kind}: {overlap.prompts_seen} of {overlap.prompts} prompts share a run of {RUN} words with {text}, "
+        f"{kind}: {overlap.prompts_seen} of {overlap.prompts} prompts share a run of {types.RUN} words with {text}, "
         f"{share:.1%} of all their runs."
     )
 
 
-def doctor_lines(run: Conditions) -> Iterator[str]:
+def doctor_lines(run: types.Conditions) -> Iterator[str]:
     for kind, findings in run.doctor.items():
         yield from describe_findings(kind, findings)
 
 
-def describe_resolution(run: Conditions) -> str:
+def describe_resolution(run: types.Conditions) -> str:
     """The size of faults that a judgement in the run's dtype cannot detect, and the check that can."""
     limit = f"What is below the rounding of {run.computes_in} is not seen"
-    if run.computes_in not in HALF_NAMES:
+    if run.computes_in not in types.HALF_NAMES:
         return f"{limit}."
     return (
         f"{limit}. In bfloat16 an attention scale × 1.005, a row of a projection × 1.01 and an eps of the norms × 10 "
@@ -239,8 +230,8 @@ def describe_resolution(run: Conditions) -> str:
     )
 
 
-def wrong_arms(reports: Sequence[MethodReport]) -> list[str]:
+def wrong_arms(reports: Sequence[types.MethodReport]) -> list[str]:
     """The arms whose texts are not the target's, for a warning."""
-    if reports[0].verdict == TARGET_DIFFERS:
+    if reports[0].verdict == types.TARGET_DIFFERS:
         return ["the target's own run, plain decoding,"]
-    return [report.method for report in reports if report.verdict == NOT_LOSSLESS or report.served_faults]
+    return [report.method for report in reports if report.verdict == types.NOT_LOSSLESS or report.served_faults]

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.base.streams import Streams
-from outrider.base.words import Columns, Table, fill_table, format_figure
+from outrider.base.words import Columns, Table, escape_controls, fill_table, format_figure
 from outrider.inference.core.rounds import Generation
 from outrider.inference.measure.results import PromptResult
 from outrider.inference.measure.speed import speedup, without_loops
@@ -230,7 +230,7 @@ def served_lines(reports: Sequence[MethodReport]) -> list[str]:
     rows = [row for report in reports for row in report.served or ()]
     if not rows:
         return []
-    lines = [f"## In {rows[0].engine}", "", *served_table(reports).markdown(), ""]
+    lines = [f"## In {escape_controls(rows[0].engine)}", "", *served_table(reports).markdown(), ""]
     lines += dict.fromkeys(words for row in rows for words in row.load.warnings())
     for report in reports:
         if report.served:

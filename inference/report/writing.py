@@ -12,14 +12,8 @@ from outrider.base.words import format_figure
 from outrider.inference.measure.results import REPORT_FILE, PromptResult
 from outrider.inference.measure.speed import conversations, speedup, tokens_per_second
 from outrider.inference.measure.statistics import loop_length
+from outrider.inference.report import sentences
 from outrider.inference.report.plots import save_plots
-from outrider.inference.report.sentences import (
-    conditions_text,
-    describe_resolution,
-    doctor_lines,
-    write_recommendation,
-    write_sentences,
-)
 from outrider.inference.report.served import served_lines
 from outrider.inference.report.tables import identical_text, judged_table, methods_tables
 from outrider.inference.report.types import MethodReport, to_json
@@ -32,18 +26,18 @@ COLUMNS = ("method", "prompts", "identical", "tau", "tokens_per_second", "speedu
 def write_markdown(reports: Sequence[MethodReport]) -> str:
     """report.md: the tables of the methods, and sentences on each method."""
     run, judged = reports[0].conditions, judged_table(reports)
-    doctor = [*doctor_lines(run)]
+    doctor = [*sentences.doctor_lines(run)]
     lines = [
         f"# {run.drafter} on {run.model}",
         *(f"**{busy}**" for busy in run.load.warnings(run.device)),
-        f"**Verdict:** {write_recommendation(reports)}",
-        conditions_text(reports),
+        f"**Verdict:** {sentences.write_recommendation(reports)}",
+        sentences.conditions_text(reports),
         *("\n".join(table.markdown()) for table in methods_tables(reports)),
-        "\n".join(write_sentences(reports)),
+        "\n".join(sentences.write_sentences(reports)),
     ]
     if judged.rows:
         heading = "Judged by rounding errors over the reference's text, in units of transformers' own:"
-        lines += [heading, "\n".join(judged.markdown()), describe_resolution(run)]
+        lines += [heading, "\n".join(judged.markdown()), sentences.describe_resolution(run)]
     lines += ["\n".join(part) for part in (served_lines(reports), doctor and ["```", *doctor, "```"]) if part]
     return "\n\n".join(lines) + "\n"
 

@@ -16,9 +16,13 @@ _OWN_GROUPS, _ALL_GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")  # 
 
 
 def usable_cores() -> int:
-    """The cores that this process may run on, at most the time that its control groups may take, rounded up."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, math.ceil(_least_quota(cores)))
+    """The cores that this process may run on, `usable_time` rounded up."""
+    return math.ceil(usable_time())
+
+
+def usable_time() -> float:
+    """Seconds of all cores that this process may take in a second, of those that it may run on."""
+    return _least_quota(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
 def limit_threads() -> None:

@@ -220,7 +220,7 @@ class Settings:
             if value is None or not is_checked(key):
                 continue
             paths = [value] if isinstance(value, str) else members.values() if value is members else value
-            for constraint in _constraints(kind):
+            for constraint in constraints_of(kind):
                 for input_path in paths:
                     constraint.require(key, input_path)
 
@@ -255,11 +255,6 @@ def gives(keys: Collection[str], key: str) -> bool:
 def missing_error(key: str, what: str) -> UserError:
     """The error for an option that must be given. what: its description."""
     return UserError(f"{key}: missing; give it as {key}=VALUE: {what}")
-
-
-def describe_type(value_type: object) -> str:
-    """What a text of the type `value_type` must be, in words; empty if it may be any text."""
-    return next((constraint.what for constraint in _constraints(value_type)), "")
 
 
 def require_defaults(config: Settings, names: Iterable[str], why: str, prefix: str = "") -> None:
@@ -375,16 +370,11 @@ def _to_plain(value: object) -> object:
     return type(value)(map(_to_plain, value)) if isinstance(value, list | tuple) else value
 
 
-def _constraints(value_type: object) -> Iterator[Named]:
+def constraints_of(value_type: object) -> Iterator[Named]:
     """The `Named` metadata of the type `value_type`, also within a union or a list."""
     yield from (constraint for constraint in getattr(value_type, "__metadata__", ()) if isinstance(constraint, Named))
     for inner in typing.get_args(value_type):
-        yield from _constraints(inner)
-
-
-def has_constraint(value_type: object, kind: type[Named]) -> bool:
-    """Whether its texts, or those in it, are of this kind."""
-    return any(isinstance(constraint, kind) for constraint in _constraints(value_type))
+        yield from constraints_of(inner)
 
 
 def _join(path: str, key: str) -> str:

@@ -68,8 +68,13 @@ def make_legible(text: str) -> str:
     """`text` as a message shows it: without secrets, control characters escaped, and of a long text the two ends."""
     length = len(text)
     text = remove_secrets(text if length <= 2 * _SEARCHED else text[:_SEARCHED] + text[-_SEARCHED:])
-    text = _CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
+    text = escape_controls(text)
     return text if length <= _LONGEST else f"{text[:_END]} … ({length} characters) … {text[-_END:]}"
+
+
+def escape_controls(text: str) -> str:
+    """`text` without control characters, which terminals obey: as Python writes them."""
+    return _CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 def did_you_mean(typo: str, names: Iterable[str]) -> str:

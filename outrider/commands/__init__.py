@@ -26,7 +26,15 @@ from outrider.base.progress import show_command, shows_progress
 from outrider.base.run_dirs import rehearsal_folder, remove_if_unused, require_free, require_usable
 from outrider.base.settings import RunConfig, Settings, construct, field_types, gives
 from outrider.cli import COMMANDS, USER_ERROR_STATUS, print_anything, print_text, report_crash, usage
-from outrider.commands.composing import build, check_words, compose_config, explain, store_defaults, typed_keys_of
+from outrider.commands.composing import (
+    build,
+    check_words,
+    compose_config,
+    explain,
+    keep_texts,
+    store_defaults,
+    typed_keys_of,
+)
 from outrider.commands.ending import end_on_sigterm, report_errors, write_resume_line
 from outrider.commands.options import help_text
 from outrider.draft_models.targets.settings import Rehearsed
@@ -82,6 +90,7 @@ def compose_and_run(name: str, words: Sequence[str], line: str) -> None:
     """Run the command with the options `words`: Hydra reads conf/NAME.yaml and the options in sys.argv."""
     sys.argv[1:] = COMMANDS[name].complete_words(words)
     check_words(name, sys.argv[1:])
+    sys.argv[1:] = keep_texts(name, sys.argv[1:])
     store_defaults(name)
 
     def job(composed: DictConfig) -> None:

@@ -12,6 +12,7 @@ types, defaults and checks. YAML files only choose values. The function of a com
 
 import dataclasses
 import os
+import re
 import typing
 from collections.abc import Collection, Sequence
 
@@ -25,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from outrider.base.errors import UserError
-from outrider.base.settings import Config, construct, describe_type, field_types, has_constraint, missing_error
+from outrider.base.settings import Config, constraints_of, construct, field_types, missing_error
 from outrider.base.words import did_you_mean, list_words, quote_word, write_option
 from outrider.cli import COMMANDS
 from outrider.draft_models.targets.settings import InputPath
@@ -39,10 +40,11 @@ def compose_config(name: str, words: Sequence[str]) -> DictConfig:
     Raises `UserError` as `check_words` does, and errors of Hydra and OmegaConf for other faults (see `explain`).
     """
     check_words(name, words)
+    words = keep_texts(name, words)
     store_defaults(name)
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF_DIR), version_base=None):
-        return compose(name, overrides=[*words])
+        return compose(name, overrides=words)
 
 
 def build(schema: type[Config], composed: DictConfig, typed_keys: Collection[str] = ()) -> Config:
@@ -52,7 +54,8 @@ def build(schema: type[Config], composed: DictConfig, typed_keys: Collection[str
     """
     if missing_keys := OmegaConf.missing_keys(composed):
         first = min(missing_keys)
-        raise missing_error(first, describe_type(option_type(schema, first)) or "its value")
+        expected = (constraint.what for constraint in constraints_of(option_type(schema, first)))
+        raise missing_error(first, next(expected, "its value"))
     for key in typed_keys:
         _require_chosen(schema, composed, key)
     return construct(schema, _adapt(OmegaConf.to_container(composed, resolve=True), schema))
@@ -100,9 +103,29 @@ def check_words(name: str, words: Sequence[str]) -> None:
                 holds_options = dataclasses.is_dataclass(option_type(schema, key, groups))
                 if holds_options and not (override.is_delete() or isinstance(override.value(), dict)):
                     raise UserError(f"{word}: expected names with values, as {key}={{NAME:VALUE}}")
-    has_own_folders = any(word.startswith(("out_dir=", "experiment=")) and {*"$,"} & {*word} for word in words)
-    if {"-m", "--multirun"} & {*words} and "out_dir" in field_types(schema) and not has_own_folders:
+    folders = [word for word in words if word.startswith(("out_dir=", "experiment="))]
+    folders = folders or [str(field.default) for field in dataclasses.fields(schema) if field.name == "out_dir"]
+    has_own_folders = not folders or "plan=true" in words or any({*"$,{"} & {*folder} for folder in folders)
+    if {"-m", "--multirun"} & {*words} and not has_own_folders:
         raise UserError("--multirun: each run needs a folder of its own, as 'out_dir=runs/grid/${hydra:job.num}'")
+
+
+def keep_texts(name: str, words: Sequence[str]) -> list[str]:
+    """`words` with quotes around a text that Hydra would read as a number: out_dir=2024_11_29 is no 20241129."""
+    groups, schema = groups_of(name), COMMANDS[name].load_settings()
+    quoted_words = []
+    for word in words:
+        key, _, value = word.partition("=")
+        if re.fullmatch(r"[+-]?[\d_.]+(e[+-]?\d+)?", value, re.IGNORECASE) and key not in groups:
+            types = _types_of(option_type(schema, key.lstrip("+"), groups))
+            word = f"{key}='{value}'" if str in types and not types & {int, float} else word
+        quoted_words.append(word)
+    return quoted_words
+
+
+def _types_of(kind: object) -> set[type]:
+    """The classes of which a type is made, as a union, or with metadata."""
+    return {kind} if isinstance(kind, type) else set().union(*map(_types_of, typing.get_args(kind)))
 
 
 def option_type(schema: type, key: str, groups: Collection[str] = ()) -> object:
@@ -262,7 +285,7 @@ def _adapt(value: object, kind: object, hint: object = None) -> object:
         member_kind = typing.get_args(kind)[-1:]  # of a mapping by name; else empty
         return {key: _adapt(member, kinds.get(key, *member_kind), hints.get(key)) for key, member in value.items()}
     if isinstance(value, list):
-        is_text = not has_constraint(hint, InputPath)
+        is_text = not any(isinstance(constraint, InputPath) for constraint in constraints_of(hint))
         [member_kind, *_] = typing.get_args(kind) or (None,)
         return [m if isinstance(m, str) and is_text else _adapt(m, member_kind) for m in value]
     if isinstance(value, str):

@@ -54,7 +54,7 @@ def end_on_sigterm() -> Iterator[None]:
         raise Terminated
 
     def interrupt_again(passed_over: "sys.UnraisableHookArgs") -> None:
-        if issubclass(passed_over.exc_type, KeyboardInterrupt):
+        if os.getpid() == process and issubclass(passed_over.exc_type, KeyboardInterrupt):
             number = signal.SIGTERM if passed_over.exc_type is Terminated else signal.SIGINT
             threading.Timer(_AGAIN, os.kill, (process, number)).start()
         else:

@@ -36,7 +36,15 @@ from outrider.base.words import read_secret
 from outrider.draft_models.formats.model_name import model_name
 from outrider.inference.settings.tools import ServeConfig
 from outrider.server.front import FIGURES, Front, refusal
-from outrider.server.records import ChatRequest, Json, TextRequest, context_tokens, read_checkpoint, read_request
+from outrider.server.records import (
+    ChatRequest,
+    DrafterRequest,
+    Json,
+    TextRequest,
+    context_tokens,
+    parse_request,
+    read_request,
+)
 from outrider.server.replies import Reply
 from outrider.server.traffic import TrafficLog, TrafficRecords
 from outrider.server.workers import Answers, RefusedError, Workers
@@ -86,7 +94,9 @@ class GracefulServer(uvicorn.Server):
     def __init__(self, service: "Service"):
         self._service, seconds = service, service.config.grace + FLUSH
         app = Front(make_app(service), service.config)
-        super().__init__(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=seconds))
+        super().__init__(
+            uvicorn.Config(app, log_level="warning", lifespan="off", ws="none", timeout_graceful_shutdown=seconds)
+        )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's, which would cancel the answers without an error to their clients."""
@@ -154,7 +164,7 @@ class Service:
         is_local = address is not None and (getattr(address, "ipv4_mapped", None) or address).is_loopback
         if not (is_local or self.config.remote_swap):
             raise RefusedError("only clients of this machine may give a drafter, but for remote_swap=true", status=403)
-        checkpoint = read_checkpoint(await self._read_body(request))
+        checkpoint = parse_request(await self._read_body(request), DrafterRequest).checkpoint
         async with self._swapping:
             model = await run_in_threadpool(self.model.with_drafter, checkpoint)
             self.measured = await run_in_threadpool(measure, model)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Le, Lt
 from pydantic import BaseModel, Field, ValidationError
 
 from outrider.api.arguments import PromptInput
@@ -63,7 +63,7 @@ class ApiRequest(BaseModel, extra="allow", strict=True):
     top_p: float | None = None
     n: Count | None = None
     stop: str | TextList | None = None
-    seed: int | None = None
+    seed: Annotated[int, Ge(-(2**63)), Lt(2**63)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     logprobs: bool | TopCount | None = None  # a number of the likeliest, or true with `top_logprobs`
@@ -134,7 +134,7 @@ def read_request(
     name: of the model. seed: of a request that has none. Choice i, counted over all prompts, has the seed + i. Raises
     `UserError`.
     """
-    request = _parse(body, kind)
+    request = parse_request(body, kind)
     if request.model not in (None, name):
         raise RefusedError(f"model={request.model!r}: this server has {name!r}", "model", status=404)
     refuse_unread_fields(request.model_extra)
@@ -160,12 +160,7 @@ def read_request(
     return request, jobs
 
 
-def read_checkpoint(body: bytes) -> str:
-    """The directory that a `DrafterRequest` names. Raises `UserError`."""
-    return _parse(body, DrafterRequest).checkpoint
-
-
-def _parse(body: bytes, kind: type[RequestKind]) -> RequestKind:
+def parse_request(body: bytes, kind: type[RequestKind]) -> RequestKind:
     """The request in `body`. Raises `RefusedError` for the first wrong field."""
     try:
         return kind.model_validate_json(body)

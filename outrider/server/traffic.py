@@ -10,6 +10,7 @@ import mmap
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
@@ -53,8 +54,11 @@ class TrafficLog:
         if os.fstat(self._file).st_size:
             with mmap.mmap(self._file, 0, access=mmap.ACCESS_READ) as content:
                 end = content.rfind(b"\n") + 1
-                first, last_line = content[:1], content[end:]
-            if first not in (b"{", b"\0"):  # NUL: what a machine that lost power leaves
+                first_line, last_line = content[: max(content.find(b"\n"), 1)], content[end:]
+            with suppress(UserError):
+                is_log = first_line[:1] == b"\0" or (not end and first_line == b"{")  # lost power; torn
+                is_log = is_log or isinstance(parse_json(first_line), dict)
+            if not is_log:
                 self.close()
                 raise UserError(f"log={path}: holds something else than records; give another file")
             try:

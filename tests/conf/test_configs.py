@@ -196,8 +196,16 @@ def test_bad_overrides_fail_fast_on_the_command_line(
 def test_every_run_of_a_grid_has_a_folder_of_its_own() -> None:
     grid = ["--multirun", "target=t", "exit_layer=1,2"]
     refusal(r"'out_dir=runs/grid/\$\{hydra:job.num\}'", check_words, "eesd", [*grid, "out_dir=runs/grid"])
-    for folders in ("out_dir=runs/grid/${exit_layer}", "out_dir=a,b"):
+    for folders in ("out_dir=runs/grid/${exit_layer}", "out_dir=a,b", "plan=true"):
         check_words("eesd", [*grid, folders])
+    check_words("auto", ["-m", "target=a,b"])  # its folder has the target's name
+
+
+def test_a_text_stays_as_it_is_typed_though_it_looks_like_a_number() -> None:
+    config = config_for(
+        "train/eesd.py", ["target=m", "data=responses", "data.path=a", "out_dir=2024_11_29", "revision=1e5"]
+    )
+    assert (config.out_dir, config.revision) == ("2024_11_29", "1e5")
 
 
 def preset_refusal(name: str) -> str:

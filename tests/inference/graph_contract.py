@@ -268,7 +268,7 @@ def keep_contracts(patch: pytest.MonkeyPatch) -> Watch:
                 _require_same_start(self.tables[key], watch.tables)
                 self.graphs[key].run = run  # type: ignore[attr-defined]
                 watch.replayed.append(key)
-            with use_kernel_on(self.layers.device, kernel_for(self.runtime.kernels, self.layers, *key[1:])):
+            with use_kernel_on(self.layers, kernel_for(self.runtime.kernels, self.layers, *key[1:])):
                 super().run(key, run, changed)
 
     def watched_capture(pool: GraphPool, run: Pass, changed: Sequence[Tensor] = ()) -> Any:

@@ -53,7 +53,7 @@ def paths(kind: type[Settings], prefix: str = "") -> Iterator[tuple[str, InputPa
             yield from paths(hint, f"{prefix}{own.name}.")
             if issubclass(hint, SourceConfig):
                 yield f"{own.name}.path", RecordFile("", begins=(b"",)), "{0}"
-        for place in settings._constraints(hint):
+        for place in settings.constraints_of(hint):
             many = {list: "[{0},{0}]", tuple: "[{0},{0}]"}.get(typing.get_origin(hint) or hint, "{0}")
             if isinstance(place, InputPath):
                 yield prefix + own.name, place, many

@@ -44,7 +44,7 @@ def test_groups_limit_memory_and_cores(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     write_groups(tmp_path, monkeypatch, own, files)
     assert limits.usable_memory() == 2.5 * GIB
-    assert limits.usable_cores() == 2
+    assert (limits.usable_time(), limits.usable_cores()) == (1.5, 2)
     limits.limit_threads()
     assert limits.os.environ["OMP_NUM_THREADS"] == "2"
 

@@ -195,7 +195,7 @@ def test_a_file_of_another_program_loses_nothing(log: Path, capsys: pytest.Captu
     traffic.close()
     assert [json.loads(line)["id"] for line in log.read_text().splitlines()] == ["first", "without a line feed", "last"]
     assert "others than its owner may read" in capsys.readouterr().err
-    for note in ("a note\nanother", "a note\n"):
+    for note in ("a note\nanother", "a note\n", '{\n "a": 1\n}', '{\n "a": 1\n}\n'):
         log.write_text(note)
         refusal("holds something else than records", TrafficLog, str(log))
         assert log.read_text() == note

@@ -7,6 +7,7 @@ import math
 import os
 from pathlib import Path
 
+import torch
 from accelerate import Accelerator, utils
 from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
 from accelerate.optimizer import AcceleratedOptimizer
@@ -112,11 +113,15 @@ class TrainingEngine:
             load_trained(self.model, checkpoint)
         try:
             self._load_sharded(checkpoint)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # of DeepSpeed and FSDP
             raise UserError(f"{checkpoint}: cannot be continued here ({reason(error)}); {elsewhere}") from None
         remedy = f"remove {checkpoint}: resume=true goes on before it"
         try:
             attributes = load_accelerator_state(str(checkpoint), [], self._optimizers, [], [], self._rank)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # torch raises many types for damaged files
             raise UserError(f"{checkpoint / OPTIMIZER_FILE}: not readable ({reason(error)}); {remedy}") from None
         random = checkpoint / f"{utils.RNG_STATE_NAME}_{self._rank}.pkl"  # none if there were fewer processes

@@ -71,9 +71,9 @@ def _activation_numbers(student: nn.Module, read: int, recomputes: bool, through
     return 2 * read + getattr(student, "steps", 1) * (handed_on + inside)
 
 
-def decoding_target(target: PreTrainedConfig) -> Memory:
-    """The whole target, which decodes held-out prompts beside a student on its first layers, in the dtype to serve."""
-    storage = Storage.of("auto", target, context_limit(target), planned_device())
+def decoding_target(config: EesdConfig, target: PreTrainedConfig) -> Memory:
+    """The whole target, which decodes held-out prompts beside a student on its first layers."""
+    storage = Storage.of(config.frozen_dtype, target, context_limit(target), planned_device())
     nbytes = weight_bytes(target, storage) + cache_bytes(target, storage)
     return Memory("the whole target, to decode with", nbytes, "decode_prompts=0")
 

@@ -17,16 +17,8 @@ from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 
+from outrider.draft_models.ngrams import overlay
 from outrider.draft_models.ngrams.kernels import compiled_for, lean, read_only, successors_of
-from outrider.draft_models.ngrams.overlay import (
-    ContextMap,
-    Recycled,
-    TextIndex,
-    find_recycled,
-    index_text,
-    new_recycled,
-    with_capacity,
-)
 from outrider.draft_models.ngrams.suffixes import LEAST, Suffixes, count_successors, find_suffixes, no_suffixes
 from outrider.draft_models.ngrams.table import Level, TrigramTable, make_level
 from outrider.inference.drafters.ngrams.ngram_mixing import (
@@ -51,9 +43,9 @@ class Sources(NamedTuple):
     """The sources of a mixture and their weights. longest: tokens of a context of the text. strength: of the prior."""
 
     levels: tuple[Level, Level, Level]
-    contexts: ContextMap
+    contexts: overlay.ContextMap
     longest: int
-    recycled: Recycled
+    recycled: overlay.Recycled
     suffixes: Suffixes
     weights: MixtureWeights
     strength: float
@@ -85,7 +77,7 @@ def _add_text_evidence(sources, count, length, token, scratch):
 @lean
 def _add_recycled_evidence(sources, count, length, token, scratch):
     recycled, slots = sources.recycled, scratch.slots
-    for size in range(find_recycled(recycled, scratch.recent, length, slots), 0, -1):
+    for size in range(overlay.find_recycled(recycled, scratch.recent, length, slots), 0, -1):
         row = slots[size - 1]
         if row < 0:
             continue
@@ -176,7 +168,7 @@ def learn_text(sources, decay, ids, start, stop, scratch):
         for i in range(length):
             scratch.recent[i] = ids[end - 1 - i]
         total += learn_weights(sources, length, ids[end], scratch)
-        index_text(sources.contexts, ids, end, end + 1, sources.longest, decay)
+        overlay.index_text(sources.contexts, ids, end, end + 1, sources.longest, decay)
     return total
 
 
@@ -197,8 +189,8 @@ class Mixture:
     def reset(self) -> None:
         """A new text begins."""
         self._compiled: dict[object, Callable[..., object]] = {}
-        self.index = TextIndex(self.config.longest, self.config.decay)
-        self.recycled = new_recycled(_RECYCLED_CONTEXT, self.config.recycle)
+        self.index = overlay.TextIndex(self.config.longest, self.config.decay)
+        self.recycled = overlay.new_recycled(_RECYCLED_CONTEXT, self.config.recycle)
         self.weights = new_weights(self.config.longest, self.recycled.longest, self.table.suffixes is not None)
 
     def learn_prompt(self, ids: np.ndarray, stop: int) -> None:
@@ -208,7 +200,7 @@ class Mixture:
     def learn(self, ids: np.ndarray, start: int, stop: int) -> None:
         """Learn from the target's ids[start : stop], which follow ids[:start]."""
         index, config = self.index, self.config
-        index.contexts = with_capacity(index.contexts, config.longest * (stop - start))
+        index.contexts = overlay.with_capacity(index.contexts, config.longest * (stop - start))
         self._call(learn_text, config.decay, ids, start, stop, self._scratch)
 
     def search(self, ids: np.ndarray, stop: int, depth: int, nodes: Nodes) -> int:

@@ -25,34 +25,33 @@ TRIALS = 20  # replays that choose between kernels
 SPLIT = "split"  # a third kernel, if Triton is available: the keys of a head are split among a GPU's SMs
 
 
-def triton_kernels(device: torch.device) -> ModuleType | None:
+def triton_kernels(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
     """`inference.engines.graphs.triton_kernels` if it works: on a GPU, with Triton and a C compiler; else None."""
-    return _built_kernels() if device.type == "cuda" else None
+    return _built_kernels(dtype) if device.type == "cuda" else None
 
 
 @cache
-def _built_kernels() -> ModuleType | None:
+def _built_kernels(dtype: torch.dtype) -> ModuleType | None:
     try:
         from outrider.inference.engines.graphs import triton_kernels as kernels
 
-        for dtype in (torch.float32, torch.float16, torch.bfloat16):  # GPUs before Ampere have no bfloat16
-            kernels.try_all("cuda", dtype)
+        kernels.try_all("cuda", dtype)  # GPUs before Ampere have no bfloat16
     except Exception as error:  # of any kind: everything works without them, with more kernel launches
         print(f"warning: passes on this GPU go without Triton ({reason(error)})", flush=True)
         return None
     return kernels
 
 
-def kernels_on(device: torch.device) -> tuple[str, ...]:
-    """The kernels available on `device` for attention over a filled cache."""
-    return KERNELS if triton_kernels(device) is None else (*KERNELS, SPLIT)
+def kernels_on(layers: RunnableLayers) -> tuple[str, ...]:
+    """The kernels available for attention of `layers` over a filled cache."""
+    return KERNELS if triton_kernels(layers.device, layers.dtype) is None else (*KERNELS, SPLIT)
 
 
-def use_kernel_on(device: torch.device, name: str) -> AbstractContextManager[None]:
-    """Context manager: attention over a filled cache uses the kernel `name`, one of `kernels_on` the device."""
+def use_kernel_on(layers: RunnableLayers, name: str) -> AbstractContextManager[None]:
+    """Context manager: attention over a filled cache uses the kernel `name`, one of `kernels_on` them."""
     if name != SPLIT:
         return use_kernel(name)
-    if (kernels := triton_kernels(device)) is None:
+    if (kernels := triton_kernels(layers.device, layers.dtype)) is None:
         raise UserError(
             f"attention kernel {SPLIT!r}: it was the fastest on the machine where this run began. It needs Triton on a "
             "GPU, which is missing here; continue on that machine, or start again with another out_dir"
@@ -107,8 +106,8 @@ def _measure_stack(stack: LayerStack, positions: int, graphs: GraphPool) -> list
                     grouped_attention(stack, query, key[:, :, :key_count], value[:, :, :key_count], mask)
 
             seconds = {}
-            for kernel in kernels_on(stack.device):
-                with use_kernel_on(stack.device, kernel):
+            for kernel in kernels_on(stack):
+                with use_kernel_on(stack, kernel):
                     seconds[kernel] = _time_replays(graphs.capture(attend))
             choices.append(KernelChoice(*shape, width, key_count, min(seconds, key=seconds.__getitem__)))
     return choices

@@ -170,7 +170,7 @@ class Arena:
             run()
             return
         if graph_key not in self.graphs:
-            with use_kernel_on(self.layers.device, kernel_for(self.runtime.kernels, self.layers, *graph_key[1:])):
+            with use_kernel_on(self.layers, kernel_for(self.runtime.kernels, self.layers, *graph_key[1:])):
                 graph = self.pool.try_capture(run, changed)
             if graph is None:
                 self.capturable = False

@@ -13,6 +13,8 @@ import sys
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -44,6 +46,7 @@ from outrider.train.auto_choice import Choice, FirstAnswers, configure_pipeline
 from outrider.train.pipeline_run import plan_steps
 from outrider.train.settings.auto import TRAINABLE, AutoConfig
 from tests.conf.test_configs import COMMANDS
+from tests.refusals import refusal
 from tests.tiers import as_many
 from tests.tiny import byte_tokenizer
 
@@ -237,6 +240,16 @@ def test_a_table_gives_a_call_no_argument_of_another(tmp_path: Path, name: str) 
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / name)
     read_rows = [raw for path in resolve_paths([str(tmp_path / name)]) for _, raw in read_file(path)]
     assert read_rows == rows
+
+
+def test_times_and_numbers_of_arrow_are_what_json_has(tmp_path: Path) -> None:
+    created, far = datetime(2026, 1, 1, tzinfo=UTC), pyarrow.array([2**62], pyarrow.timestamp("us"))
+    table = pyarrow.table({"text": ["a"], "created": [created], "sum": [Decimal("1.50")]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    [(_, row)] = read_file(tmp_path / "a.parquet")
+    assert json.loads(json.dumps(row)) == {"text": "a", "created": created.timestamp(), "sum": "1.50"}
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"], "until": far}), tmp_path / "far.parquet")
+    refusal(r"far\.parquet: cannot be read", lambda: [*read_file(tmp_path / "far.parquet")])
 
 
 def test_what_describes_a_folder_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

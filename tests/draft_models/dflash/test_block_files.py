@@ -29,6 +29,8 @@ def test_a_tensor_too_few_or_too_many_is_named(tmp_path: Path, dialect: str) -> 
             refusal(f"missing tensors: .*{name}|draft_vocabulary=", open_drafter, where, TARGET)
     more = {**weights, "layers.0.extra.weight": torch.ones(1)}
     refusal("unknown tensors: layers.0.extra.weight", open_drafter, write_drafter(tmp_path, facts, more), TARGET)
+    more = {**weights, "layers.2000000000.extra.weight": torch.ones(1)}
+    refusal("2000000001 layers with head_dim", open_drafter, write_drafter(tmp_path, facts, more), TARGET)
     open_drafter(write_drafter(tmp_path, facts, {f"model.{name}": w for name, w in weights.items()}), TARGET)
 
 

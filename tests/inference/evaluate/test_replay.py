@@ -135,7 +135,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         input=str(folder / "text.txt"), model_prefix=str(folder / "pieces"), vocab_size=60, minloglevel=9,
         byte_fallback=False, hard_vocab_limit=False,
     )  # fmt: skip
-    questions = [{"question_id": i, "category": f"c{i % 2}", "turns": ["a question", "the log"]} for i in range(3)]
+    questions = [
+        {"question_id": i, "category": ["3", "qa] b"][i % 2], "turns": ["a question", "the log"]} for i in range(3)
+    ]
     answers = [{"question_id": i, "choices": [{"turns": texts[:2]}]} for i in range(3)]
     for name, records in (("questions", questions), ("answers", answers)):
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
@@ -171,9 +173,12 @@ def test_the_command(files: dict[str, str], tmp_path: Path, capsys: pytest.Captu
     assert taus["prompt_lookup"] > 1
     assert taus["ngrams"] > 3  # the table holds the answers
     assert {r["turns"] for r in report["reports"]} == {6}
-    assert set(report["reports"][0]["by_category"]) == {"c0", "c1"}
+    by_category = [part["tau"] for part in report["reports"][1]["by_category"].values()]
+    assert set(report["reports"][1]["by_category"]) == {"3", "qa] b"}
     assert (report["max_new_tokens"], report["table"]) == (128, files["table"])
-    assert f"| ngrams | {taus['ngrams']:.3f} |" in (tmp_path / "report.md").read_text()
+    page = (tmp_path / "report.md").read_text()
+    assert f"| ngrams | {taus['ngrams']:.3f} |" in page
+    assert " | ".join(f"{tau:.2f}" for tau in by_category) in page
 
 
 @pytest.mark.parametrize(("overrides", "message"), [

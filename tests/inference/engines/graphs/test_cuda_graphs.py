@@ -31,7 +31,6 @@ from outrider.inference.engines.graphs import attention_kernels, cuda_graphs, fi
 from outrider.inference.engines.graphs.attention_kernels import (
     SPLIT,
     attention_shape,
-    kernels_on,
     measure_kernels,
     triton_kernels,
     use_kernel_on,
@@ -238,9 +237,8 @@ def watch(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, place: int)
 
 def test_there_are_none_without_a_gpu() -> None:
     """And a run that began with them says so, and what to do."""
-    assert triton_kernels(CPU) is None
-    assert kernels_on(CPU) == KERNELS
-    refusal("needs Triton", use_kernel_on, CPU, SPLIT)
+    assert triton_kernels(CPU, torch.float32) is None
+    refusal("needs Triton", use_kernel_on, SimpleNamespace(device=CPU, dtype=torch.float32), SPLIT)
 
 
 @pytest.mark.usefixtures("contracts")

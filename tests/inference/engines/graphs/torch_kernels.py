@@ -56,4 +56,4 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: flo
 def stand_in(patch: pytest.MonkeyPatch) -> None:
     """Have fixed-shape passes run these in place of Triton's kernels."""
     for module in (attention_kernels, fused_layers):
-        patch.setattr(module, "triton_kernels", lambda device: sys.modules[__name__])
+        patch.setattr(module, "triton_kernels", lambda device, dtype: sys.modules[__name__])
