@@ -37,7 +37,7 @@ def said(name: str, entry: Mapping[str, Any]) -> str:
     standing = sum(claim.get("stands", False) for claim in claims)
     said = f"- `{name}` ({models}): {entry['prompts']} prompts ({', '.join(entry['categories'])}) × {entry['length']}, "
     judged = (
-        f" The paper's statements: {counted}. {standing} of {decided} decisions about their parts stand by Holm's "
+        f" The paper's statements: {counted}. {standing} of {decided} decisions, ours too, stand by Holm's "
         "correction over all."
     )
     return f"{said}{entry['dtype']}{times}.{judged if verdicts else ''}"

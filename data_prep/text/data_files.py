@@ -16,7 +16,8 @@ import re
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from datetime import datetime
+from datetime import UTC, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -144,10 +145,17 @@ def drop_absent(raw: dict[str, object]) -> dict[str, object]:
     def drop(value: object) -> object:
         if isinstance(value, dict):
             return {name: drop(inner) for name, inner in value.items() if inner is not None}
-        if isinstance(value, list):
+        if isinstance(value, list | tuple):
             return [drop(inner) for inner in value]
+        if isinstance(value, bytes):
+            try:
+                return value.decode()
+            except UnicodeDecodeError:
+                return None  # an image, say
         if isinstance(value, datetime):
-            return (value - datetime(1970, 1, 1, tzinfo=value.tzinfo)).total_seconds()
+            return (value - datetime(1970, 1, 1, tzinfo=value.tzinfo and UTC)).total_seconds()
+        if isinstance(value, Decimal):
+            return float(value)
         return value if value is None or isinstance(value, str | int | float) else str(value)
 
     return {name: drop(value) for name, value in raw.items()}

@@ -258,7 +258,7 @@ def multiply_by_codes(stack: LayerStack) -> None:
         stack.head = frozen_linear(stack.head.weight.to(dtype), stack.head.bias)
     if isinstance(stack.embed_tokens, CodedEmbedding):
         weight = stack.embed_tokens.rows.decode().to(dtype)
-        stack.embed_tokens = nn.Embedding(*weight.shape, _weight=weight, _freeze=True)
+        stack.embed_tokens = nn.Embedding(len(weight), weight.shape[1], _weight=weight, _freeze=True)
     if any(isinstance(module, CodedLinear) for module in stack.layers.modules()):
         fuse_layers(stack)
         pack_linears(stack.layers, lambda linears: "panels" if isinstance(linears[0], CodedLinear) else "plain")

@@ -88,9 +88,8 @@ def run_words(name: str, words: Sequence[str], line: str) -> None:
 
 def compose_and_run(name: str, words: Sequence[str], line: str) -> None:
     """Run the command with the options `words`: Hydra reads conf/NAME.yaml and the options in sys.argv."""
-    sys.argv[1:] = COMMANDS[name].complete_words(words)
+    sys.argv[1:] = COMMANDS[name].complete_words(keep_texts(name, words))
     check_words(name, sys.argv[1:])
-    sys.argv[1:] = keep_texts(name, sys.argv[1:])
     store_defaults(name)
 
     def job(composed: DictConfig) -> None:

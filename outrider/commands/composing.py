@@ -15,6 +15,7 @@ import os
 import re
 import typing
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -39,8 +40,8 @@ def compose_config(name: str, words: Sequence[str]) -> DictConfig:
 
     Raises `UserError` as `check_words` does, and errors of Hydra and OmegaConf for other faults (see `explain`).
     """
-    check_words(name, words)
     words = keep_texts(name, words)
+    check_words(name, words)
     store_defaults(name)
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF_DIR), version_base=None):
@@ -105,7 +106,9 @@ def check_words(name: str, words: Sequence[str]) -> None:
                     raise UserError(f"{word}: expected names with values, as {key}={{NAME:VALUE}}")
     folders = [word for word in words if word.startswith(("out_dir=", "experiment="))]
     folders = folders or [str(field.default) for field in dataclasses.fields(schema) if field.name == "out_dir"]
-    has_own_folders = not folders or "plan=true" in words or any({*"$,{"} & {*folder} for folder in folders)
+    is_swept = any(word.startswith(("target=", "tokenizer=")) and "," in word for word in words)  # names a folder
+    marks = {*"$,{"} if is_swept else {*"$,"}
+    has_own_folders = not folders or "plan=true" in words or any(marks & {*folder} for folder in folders)
     if {"-m", "--multirun"} & {*words} and not has_own_folders:
         raise UserError("--multirun: each run needs a folder of its own, as 'out_dir=runs/grid/${hydra:job.num}'")
 
@@ -116,9 +119,11 @@ def keep_texts(name: str, words: Sequence[str]) -> list[str]:
     quoted_words = []
     for word in words:
         key, _, value = word.partition("=")
-        if re.fullmatch(r"[+-]?[\d_.]+(e[+-]?\d+)?", value, re.IGNORECASE) and key not in groups:
-            types = _types_of(option_type(schema, key.lstrip("+"), groups))
-            word = f"{key}='{value}'" if str in types and not types & {int, float} else word
+        is_number = re.fullmatch(r"[+-]?[\d_.]+(e[+-]?\d+)?", value, re.IGNORECASE)
+        if is_number and key not in groups and not key.startswith(("hydra", "+hydra", "~")):
+            with suppress(UserError):  # `check_words` tells it
+                types = _types_of(option_type(schema, key.lstrip("+"), groups))
+                word = f"{key}='{value}'" if str in types and not types & {int, float} else word
         quoted_words.append(word)
     return quoted_words
 

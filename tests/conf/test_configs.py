@@ -199,6 +199,7 @@ def test_every_run_of_a_grid_has_a_folder_of_its_own() -> None:
     for folders in ("out_dir=runs/grid/${exit_layer}", "out_dir=a,b", "plan=true"):
         check_words("eesd", [*grid, folders])
     check_words("auto", ["-m", "target=a,b"])  # its folder has the target's name
+    refusal("a folder of its own", check_words, "auto", ["-m", "minutes=5,30"])
 
 
 def test_a_text_stays_as_it_is_typed_though_it_looks_like_a_number() -> None:

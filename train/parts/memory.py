@@ -73,7 +73,7 @@ def _activation_numbers(student: nn.Module, read: int, recomputes: bool, through
 
 def decoding_target(config: EesdConfig, target: PreTrainedConfig) -> Memory:
     """The whole target, which decodes held-out prompts beside a student on its first layers."""
-    storage = Storage.of(config.frozen_dtype, target, context_limit(target), planned_device())
+    storage = Storage(frozen_dtype(config.frozen_dtype, planned_device()).itemsize, context_limit(target))
     nbytes = weight_bytes(target, storage) + cache_bytes(target, storage)
     return Memory("the whole target, to decode with", nbytes, "decode_prompts=0")
 

@@ -13,11 +13,12 @@ import sys
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+from zoneinfo import ZoneInfo
 
 import pyarrow
 import pyarrow.parquet
@@ -243,11 +244,14 @@ def test_a_table_gives_a_call_no_argument_of_another(tmp_path: Path, name: str) 
 
 
 def test_times_and_numbers_of_arrow_are_what_json_has(tmp_path: Path) -> None:
-    created, far = datetime(2026, 1, 1, tzinfo=UTC), pyarrow.array([2**62], pyarrow.timestamp("us"))
-    table = pyarrow.table({"text": ["a"], "created": [created], "sum": [Decimal("1.50")]})
+    created, far = (
+        datetime(2026, 7, 1, tzinfo=ZoneInfo("America/New_York")),
+        pyarrow.array([2**62], pyarrow.timestamp("us")),
+    )
+    table = pyarrow.table({"text": ["a"], "created": [created], "sum": [Decimal("1.50")], "raw": [b"caf\xc3\xa9"]})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     [(_, row)] = read_file(tmp_path / "a.parquet")
-    assert json.loads(json.dumps(row)) == {"text": "a", "created": created.timestamp(), "sum": "1.50"}
+    assert json.loads(json.dumps(row)) == {"text": "a", "created": created.timestamp(), "sum": 1.5, "raw": "café"}
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"], "until": far}), tmp_path / "far.parquet")
     refusal(r"far\.parquet: cannot be read", lambda: [*read_file(tmp_path / "far.parquet")])
 

@@ -89,7 +89,7 @@ def with_another_base(patch: pytest.MonkeyPatch) -> None:
             module.inv_freq = module.inv_freq ** (math.log(10100) / math.log(10000))
         return stack
 
-    patch.setattr(proof, "layer_stack", off)
+    patch.setattr(proof.model_files, "layer_stack", off)
 
 
 def with_another_scale(patch: pytest.MonkeyPatch) -> None:

@@ -20,10 +20,10 @@ from outrider.base.machine import describe_machine
 from outrider.inference.core.rounds import Generation, Round
 from outrider.inference.measure.lossless import WORST, Deviation
 from outrider.inference.measure.results import PromptResult
-from outrider.inference.measure.speed import PlainToken
 from outrider.inference.measure.statistics import (
     ChosenSize,
     MedianInterval,
+    PlainToken,
     acceptance_by_candidates,
     acceptance_by_position,
     bootstrap_median,
