@@ -12,7 +12,6 @@ import dataclasses
 import hashlib
 import json
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -89,7 +88,8 @@ def ship_small_lm(source: Path, to: Path, dtype: torch.dtype) -> None:
         plain = read_json(file, "tokenizer", AGAIN)
         file.write_text(json.dumps(plain, ensure_ascii=False, separators=(",", ":")), encoding="utf-8")
     if (source / TRAINING_FILE).exists():
-        shutil.copyfile(source / TRAINING_FILE, to / TRAINING_FILE)
+        record = (source / TRAINING_FILE).read_text("utf-8")
+        (to / TRAINING_FILE).write_text(re.sub(r'"/[^"]*/', '"', record), "utf-8")  # no paths of this machine
     if (source / HEAD_FOLDER / CALIBRATION_FILE).exists():
         before, after = (drafter_digest(open_tensors(str(folder))) for folder in (source, to))
         head = load_calibration(source, before, folder=HEAD_FOLDER)

@@ -25,7 +25,6 @@ from outrider.inference.settings.method import MethodConfig, StopConfig
 from tests.refusals import refusal
 
 ROOT = Path(__file__).parents[2]
-COMMITTED = sorted((ROOT / "drafters").glob("*"))
 METHODS = {
     "calibrated": MethodConfig(stop=StopConfig(rule="calibrated")),
     "small": MethodConfig(source="small_lm", stop=StopConfig(rule="calibrated")),
@@ -43,7 +42,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "eesd/README.md").write_text("evaluate-checkpoint checkpoint=eesd\n")
     (folder / "eesd/checkpoint-3").mkdir()
     (folder / "eesd/checkpoint-3/model.safetensors").write_bytes(b"of no use")
-    (folder / "small_lm" / TRAINING_FILE).write_text(json.dumps({"training_seconds": 200.4}))
+    (folder / "small_lm" / TRAINING_FILE).write_text('{"training_seconds": 200.4, "target": "/home/me/model.gguf"}')
     return folder
 
 
@@ -75,8 +74,9 @@ def test_what_is_shipped_drafts_for_its_target_and_for_no_other(run: Path, tmp_p
     meta = read_meta(out_dir / "eesd")
     assert (meta.dtype, meta.fingerprint) == ("bfloat16", read_meta(run / "eesd").fingerprint)
     assert (out_dir / "eesd/README.md").read_text() == "evaluate-checkpoint checkpoint=eesd\n"
-    for file in (out_dir / "eesd" / WEIGHTS_FILE, out_dir / "small_lm/model.safetensors"):
-        assert {tensor.dtype for tensor in load_file(file).values()} == {torch.bfloat16}
+    files = [load_file(out_dir / file) for file in (f"eesd/{WEIGHTS_FILE}", "small_lm/model.safetensors")]
+    assert {tensor.dtype for file in files for tensor in file.values()} == {torch.bfloat16}
+    assert '"model.gguf"' in (out_dir / "small_lm" / TRAINING_FILE).read_text()  # no path of a machine
     assert not (out_dir / "eesd/checkpoint-3").exists()
 
     save_tiny_model(tmp_path / "other", shrink_config(LLAMA), seed=7)
@@ -93,17 +93,17 @@ def test_what_is_there_already_nothing_and_damage_are_refused(run: Path, tmp_pat
     refusal("truncated or altered", ship, damaged, tmp_path / "out")
 
 
-@pytest.mark.parametrize("folder", COMMITTED, ids=lambda path: path.name)
+@pytest.mark.parametrize("folder", sorted((ROOT / "drafters").glob("[!.]*")), ids=lambda path: path.name)
 def test_the_drafters_of_the_repository_are_whole_and_small(folder: Path) -> None:
-    held = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
-    assert {"small_lm"} <= held <= {"eesd", "small_lm", "trigrams"}
-    assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) <= 25e6
-    if "eesd" in held:
+    kinds = {"eesd", "small_lm", "trigrams"} if folder.name == "smollm2" else {"small_lm"}
+    assert {path.name: (path / "README.md").exists() for path in folder.glob("[!.]*")} == dict.fromkeys(kinds, True)
+    assert sum(path.stat().st_size for path in folder.rglob("*")) <= (20e6 if "eesd" in kinds else 25e6)
+    assert '"/' not in (folder / "small_lm" / TRAINING_FILE).read_text()  # paths of a machine
+    if "eesd" in kinds:
         meta = read_meta(folder / "eesd")
         assert hashlib.sha256((folder / "eesd" / WEIGHTS_FILE).read_bytes()).hexdigest() == meta.weights_sha256
         assert json.loads((folder / "eesd" / CALIBRATION_FILE).read_text())["drafter_sha256"] == meta.weights_sha256
         assert (meta.dtype, bool(meta.fingerprint.tensors)) == ("bfloat16", True)
-    assert all((folder / name / "README.md").exists() for name in held - {"trigrams"})
     assert {tensor.dtype for tensor in load_file(folder / "small_lm/model.safetensors").values()} == {torch.bfloat16}
     KINDS["small_lm"].load_plugin().draft_vocabulary(str(folder / "small_lm"))  # raises if file and config disagree
-    assert "trigrams" not in held or sorted(TrigramTable.open(folder / "trigrams").levels) == [2, 3, 4]
+    assert "trigrams" not in kinds or sorted(TrigramTable.open(folder / "trigrams").levels) == [2, 3, 4]
