@@ -30,11 +30,11 @@ from outrider.draft_models.targets.fingerprint import NOT_DECIDING, config_diffe
 from outrider.draft_models.targets.open_target import read_config
 from outrider.draft_models.targets.tensor_files import find_file
 
-SHARD = "model-mtp.safetensors"  # llama.cpp's converter reads files that begin with "model" alone
-_WRITTEN = (CONFIG_FILE, RECORD_FILE, LOCK_FILE, HOLDER_FILE)
+SHARD_FILE = "model-mtp.safetensors"  # llama.cpp's converter reads files that begin with "model" alone
+_OWN_FILES = (CONFIG_FILE, RECORD_FILE, LOCK_FILE, HOLDER_FILE)
 _WEIGHTS = (".safetensors", ".bin", ".gguf", ".pth", ".index.json")  # ends of files that are not copied
 # Fields of config.json that a fine-tuning may change without another head.
-_FREE = {*DECLARED_BY, "vocab_size", "tie_word_embeddings", "max_position_embeddings"}
+_MAY_DIFFER = {*DECLARED_BY, "vocab_size", "tie_word_embeddings", "max_position_embeddings"}
 
 
 def restore_mtp(config: RestoreConfig) -> None:
@@ -42,9 +42,9 @@ def restore_mtp(config: RestoreConfig) -> None:
 
     Under a launcher, one process does it.
     """
-    state, folder = join_processes(), require_writable(config.out_dir)
-    with only_run_of(state, folder, "a target"):
-        from_main(state, lambda: _restore(config, folder))
+    process_state, folder = join_processes(), require_writable(config.out_dir)
+    with only_run_of(process_state, folder, "a target"):
+        from_main(process_state, lambda: _restore(config, folder))
 
 
 def _restore(config: RestoreConfig, folder: Path) -> None:
@@ -56,20 +56,20 @@ def _restore(config: RestoreConfig, folder: Path) -> None:
         print(f"{folder}: finished already")
         return
     write_json(folder / RECORD_FILE, identity)
-    model = fetch_folder(config.target, None, SAFETENSORS)
-    file_of, tensors = link_shards(model, folder), head.files.read(head.files.file_of)
+    model_dir = fetch_folder(config.target, None, SAFETENSORS)
+    file_of, tensors = link_shards(model_dir, folder), head.files.read(head.files.file_of)
     if head.spelling == "speculators":  # else they have the names that servers expect
-        tensors = {qwen_name(name): tensors[stored] for name, stored in head.stored_names.items()}
-    write_atomically(folder / SHARD, save(tensors, metadata={"format": "pt"}))
-    weight_map = {**file_of, **dict.fromkeys(tensors, SHARD)}
+        tensors = {qwen_name(name): tensors[stored_name] for name, stored_name in head.stored_names.items()}
+    write_atomically(folder / SHARD_FILE, save(tensors, metadata={"format": "pt"}))
+    weight_map = {**file_of, **dict.fromkeys(tensors, SHARD_FILE)}
     write_json(folder / SAFETENSORS.index, {"metadata": {}, "weight_map": weight_map})
-    for path in model.iterdir():
-        if path.is_file() and path.name not in _WRITTEN and not path.name.endswith(_WEIGHTS):
+    for path in model_dir.iterdir():
+        if path.is_file() and path.name not in _OWN_FILES and not path.name.endswith(_WEIGHTS):
             shutil.copyfile(path, folder / path.name)
-    write_json(folder / CONFIG_FILE, declare_head(model / CONFIG_FILE, find_file(config.base, CONFIG_FILE, None)))
-    checked = quote_word(write_option("target", str(folder)))
+    write_json(folder / CONFIG_FILE, declare_head(model_dir / CONFIG_FILE, find_file(config.base, CONFIG_FILE, None)))
+    target_option = quote_word(write_option("target", str(folder)))
     print(f"restore_mtp out_dir={folder} spelling={head.spelling} tensors={len(tensors)}; examine it by "
-          f"evaluate-checkpoint {checked} mtp=target doctor=true", flush=True)  # fmt: skip
+          f"evaluate-checkpoint {target_option} mtp=target doctor=true", flush=True)  # fmt: skip
 
 
 def _require_head(config: RestoreConfig) -> HeadTensors:
@@ -81,14 +81,14 @@ def _require_head(config: RestoreConfig) -> HeadTensors:
             )
     if find_head(config.target) is not None:
         raise UserError(f"target={config.target}: has an MTP head; expected a model that lost its head")
-    head, target = find_head(config.base), read_config(config.target)
+    head, target_config = find_head(config.base), read_config(config.target)
     if head is None:
         raise UserError(f"base={config.base}: no tensors of an MTP head there; give the base model as it was published")
     if head.spelling != "speculators":  # whose config.json has no model's fields
-        models = [deciding_config(source, None) for source in (config.base, config.target)]
-        is_text = any("text_config" not in model for model in models)  # a fine-tune may keep the text model alone
-        parts = [model.get("text_config", model) if is_text else model for model in models]
-        names = [name for name, *_ in config_differences(*parts) if not name.endswith(("_token_id", *_FREE))]
+        configs = [deciding_config(source, None) for source in (config.base, config.target)]
+        text_only = any("text_config" not in fields for fields in configs)  # a fine-tune may keep the text model alone
+        compared = [fields.get("text_config", fields) if text_only else fields for fields in configs]
+        names = [name for name, *_ in config_differences(*compared) if not name.endswith(("_token_id", *_MAY_DIFFER))]
         names = [name for name in names if name.rpartition(".")[2] not in NOT_DECIDING]
         expected = "the model that target was fine-tuned from"
         require(not names, "base", config.base, f"{expected}; config.json differs in {list_words(names)}")
@@ -97,35 +97,35 @@ def _require_head(config: RestoreConfig) -> HeadTensors:
     except UserError as error:  # Outrider cannot run this head, but servers can
         print(f"restore_mtp shapes=unchecked reason={str(error)!r}", flush=True)
     else:
-        open_mtp(config.base, target)
+        open_mtp(config.base, target_config)
     return head
 
 
-def link_shards(model: Path, folder: Path) -> dict[str, str]:
-    """Link the safetensors of `model` in `folder`, or copy them to another disk; returns tensor name → file name.
+def link_shards(model_dir: Path, folder: Path) -> dict[str, str]:
+    """Link the safetensors of `model_dir` in `folder`, or copy them to another disk; returns tensor name → file name.
 
     A single file gets another name, as its own would win over an index.
     """
-    if (model / SAFETENSORS.single).exists():
-        names = {SAFETENSORS.single: "model-00001-of-00001.safetensors"}
-        file_of = dict.fromkeys(open_safetensors(str(model / SAFETENSORS.single)), names[SAFETENSORS.single])
+    if (model_dir / SAFETENSORS.single).exists():
+        link_names = {SAFETENSORS.single: "model-00001-of-00001.safetensors"}
+        file_of = dict.fromkeys(open_safetensors(str(model_dir / SAFETENSORS.single)), link_names[SAFETENSORS.single])
     else:
-        file_of = SAFETENSORS.file_of(model / SAFETENSORS.index)
-        names = {name: name for name in file_of.values()}
-    for name, linked in names.items():
-        (folder / linked).unlink(missing_ok=True)
+        file_of = SAFETENSORS.file_of(model_dir / SAFETENSORS.index)
+        link_names = {name: name for name in file_of.values()}
+    for name, link_name in link_names.items():
+        (folder / link_name).unlink(missing_ok=True)
         try:
-            os.link((model / name).resolve(), folder / linked)
+            os.link((model_dir / name).resolve(), folder / link_name)
         except OSError:  # another disk, or one without links
-            shutil.copyfile(model / name, folder / linked)
+            shutil.copyfile(model_dir / name, folder / link_name)
     return file_of
 
 
-def declare_head(model: Path, base: str | None) -> dict[str, object]:
-    """config.json of the `model`, with the fields in which the one in `base` declares the head."""
-    fields, source = (read_mapping(file, "description of a model", "fetch it again") for file in (model, base or model))
-    text, of_text = (section.get("text_config", section) for section in (fields, source))
-    for section, declared in ((fields, source), (text, of_text)):
-        if isinstance(section, dict) and isinstance(declared, dict):
-            section.update({key: declared[key] for key in DECLARED_BY if declared.get(key)})
+def declare_head(path: Path, base: str | None) -> dict[str, object]:
+    """config.json of the `path`, with the fields in which the one in `base` declares the head."""
+    fields, source = (read_mapping(file, "description of a model", "fetch it again") for file in (path, base or path))
+    text_fields, base_text_fields = (section.get("text_config", section) for section in (fields, source))
+    for section, base_section in ((fields, source), (text_fields, base_text_fields)):
+        if isinstance(section, dict) and isinstance(base_section, dict):
+            section.update({key: base_section[key] for key in DECLARED_BY if base_section.get(key)})
     return fields

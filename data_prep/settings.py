@@ -92,8 +92,8 @@ class PromptsConfig(RunConfig):
     out_dir: str = free("runs/prompts", "where everything goes")
 
     def check_fields(self) -> None:
-        one_source = (self.target is None) != (self.file is None)
-        self.require("target", one_source, "the model that writes the prompts, or file= with prompts in its place")
+        has_one_source = (self.target is None) != (self.file is None)
+        self.require("target", has_one_source, "the model that writes the prompts, or file= with prompts in its place")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,8 +134,8 @@ class TrigramConfig(Rehearsed, RunConfig):
 
     def corpus(self) -> dict[str, object]:
         """The settings that determine the counted text, JSON-able."""
-        silent = ("template", "chat_template_kwargs", "mix", "streaming")
-        fields = {key: value for key, value in self.data.decisions().items() if key not in silent}
+        ignored_fields = ("template", "chat_template_kwargs", "mix", "streaming")
+        fields = {key: value for key, value in self.data.decisions().items() if key not in ignored_fields}
         files = resolve_paths(self.data.path) if self.data.source == "local" else []
         size = {"bytes": sum(path.stat().st_size for path in files)}  # further answers grow a file of the same path
         return {**fields, "path": list(self.data.path), "text": self.text, **size}

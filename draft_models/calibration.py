@@ -28,15 +28,15 @@ def drafter_digest(files: TensorFiles, reading: Mapping[str, object] | None = No
     return digest_of({**model_identity(files), **({"reading": reading} if reading else {})})
 
 
-def save_calibration(path: Path, head: CalibrationHead, drafter_sha256: str, facts: Mapping[str, object]) -> None:
-    """Store `head` in the directory `path`, the drafter's or a subfolder, bound to weights with `drafter_sha256`.
+def save_calibration(folder: Path, head: CalibrationHead, drafter_sha256: str, facts: Mapping[str, object]) -> None:
+    """Store `head` in the directory `folder`, the drafter's or a subfolder, bound to weights with `drafter_sha256`.
 
     facts: its training and quality, stored unchanged. A crash leaves the previous head or none.
     """
     blob = save({name: value.detach().float().cpu().contiguous() for name, value in head.state_dict().items()})
     digests = {"drafter_sha256": drafter_sha256, "weights_sha256": hashlib.sha256(blob).hexdigest()}
-    write_atomically(path / WEIGHTS_FILE, blob)
-    write_json(path / META_FILE, {**facts, "format": FORMAT, **digests})
+    write_atomically(folder / WEIGHTS_FILE, blob)
+    write_json(folder / META_FILE, {**facts, "format": FORMAT, **digests})
 
 
 def load_calibration(
@@ -65,12 +65,12 @@ def load_calibration(
     if meta.get("drafter_sha256") != drafter_sha256:
         raise UserError(f"checkpoint={path}: its calibration head belongs to an earlier training; {remedy}")
     if target is not None:
-        made_on = meta.get("target")
-        parts = ("config", "tensors")
-        unseen = isinstance(made_on, dict) and made_on.get("weights_seen") is False  # trained without its weights
-        if not isinstance(made_on, dict) or not (unseen or all(isinstance(made_on.get(part), dict) for part in parts)):
+        identity = meta.get("target")
+        keys = ("config", "tensors")
+        unseen = isinstance(identity, dict) and identity.get("weights_seen") is False  # trained without its weights
+        if not isinstance(identity, dict) or not (unseen or all(isinstance(identity.get(key), dict) for key in keys)):
             raise UserError(f"{meta_file}: does not say for which target; {remedy}")
-        if mismatch := "; ".join(model_differences(made_on, target)):
+        if mismatch := "; ".join(model_differences(identity, target)):
             raise UserError(f"checkpoint={path}: its calibration head is of another target: {mismatch}; {remedy}")
     weights = load(read_with_digest(weights_file, meta.get("weights_sha256"), remedy))
     head = CalibrationHead(weights["target"].shape[1], weights["draft"].shape[0])

@@ -47,15 +47,15 @@ class CalibrationHead(nn.Module):
         draft's log q [n] of its tokens."""
         return self.weigh(target_hidden, draft_hidden, position, log_odds(log_probability.detach()))
 
-    def weigh(self, target_hidden: Tensor, draft_hidden: Tensor, position: Tensor, odds: Tensor) -> Tensor:
+    def weigh(self, target_hidden: Tensor, draft_hidden: Tensor, position: Tensor, logit: Tensor) -> Tensor:
         """The same for the draft's log-odds [n]."""
         index = position.clamp(1, POSITIONS) - 1
         logits = (self.target[index] * target_hidden.detach().to(self.target.dtype)).sum(-1)
-        logits = logits + draft_hidden.detach().to(self.draft.dtype) @ self.draft + self.bias[index] + self.odds * odds
+        logits = logits + draft_hidden.detach().to(self.draft.dtype) @ self.draft + self.bias[index] + self.odds * logit
         return logits / self.temperature[index]
 
 
 def log_odds(log_probability: Tensor) -> Tensor:
     """log(q / (1 − q)) from log q, clamped to ± `SURE`, even if q rounds to 0 or 1."""
-    below = log_probability.float().clamp(max=-1e-6)
-    return (below - (-below.expm1()).log()).clamp(-SURE, SURE)
+    log_q = log_probability.float().clamp(max=-1e-6)
+    return (log_q - (-log_q.expm1()).log()).clamp(-SURE, SURE)

@@ -11,44 +11,44 @@ from outrider.draft_models.formats.model_name import model_name
 CARD_FILE = "README.md"
 TITLE = "# A draft model for "  # followed by the target
 REPORT_HEADING = "## Measured"
-TAUS = ("tau", "tau_analytic", "tau_text")  # metrics of a training: what was decoded, computed, and guessed right
+TAU_NAMES = ("tau", "tau_analytic", "tau_text")  # metrics of a training: what was decoded, computed, and guessed right
 LEAST_TAU = 1.1  # tokens per pass below which a drafter is of no use
 
 
-def write_card(path: Path, use: str, target: str, facts: Mapping[str, object]) -> None:
-    """Write the model card of the drafter in directory `path`, replacing an earlier card and its report.
+def write_card(folder: Path, usage: str, target: str, facts: Mapping[str, object]) -> None:
+    """Write the model card of the drafter in directory `folder`, replacing an earlier card and its report.
 
     use: instructions for a drafter of its kind, with {path} and {target} to fill in. target: its name or directory.
-    facts: one line each. If the first one there of `TAUS` is below `LEAST_TAU`, card and log have a warning.
+    facts: one line each. If the first one there of `TAU_NAMES` is below `LEAST_TAU`, card and log have a warning.
     Paths are relative if the command's were, so the lines work in the directory where the command ran.
     """
     fact_lines = "\n".join(f"- {name}: {value}" for name, value in {"target": target, **facts}.items())
-    base = "" if is_local(target) else f"base_model: {target}\n"  # a path means nothing on the Hub
-    tau = next((facts[name] for name in TAUS if name in facts), None)
-    page_names = {"path": PageName(path), "target": PageName(target)}
+    base_line = "" if is_local(target) else f"base_model: {target}\n"  # a path means nothing on the Hub
+    tau = next((facts[name] for name in TAU_NAMES if name in facts), None)
+    page_names = {"path": PageName(folder), "target": PageName(target)}
     is_useless = isinstance(tau, float) and tau < LEAST_TAU
     if target.endswith(".gguf"):
-        use = use.replace(_CONVERSION, "").replace(_OTHER_CONVERSION, "").replace(_CONVERTED, "{target:shell}")
+        usage = usage.replace(_CONVERSION, "").replace(_OTHER_CONVERSION, "").replace(_CONVERTED, "{target:shell}")
     if is_useless:
-        warn(f"{path}: of no use: τ = {tau:.2f}, below {LEAST_TAU}; train it longer, or on the target's own answers")
+        warn(f"{folder}: of no use: τ = {tau:.2f}, below {LEAST_TAU}; train it longer, or on the target's own answers")
     sections = [
-        f"---\nlibrary_name: outrider\n{base}tags: [speculative-decoding, draft-model]\n---",
+        f"---\nlibrary_name: outrider\n{base_line}tags: [speculative-decoding, draft-model]\n---",
         f"{TITLE}{model_name(target)}",
         *([_USELESS.format(tau=tau)] if is_useless else []),
-        use.format(**page_names),
+        usage.format(**page_names),
         f"## How it was made\n\n{fact_lines}",
         _UPLOAD.format(**page_names),
     ]
-    write_atomically(path / CARD_FILE, ("\n\n".join(sections) + "\n").encode())
+    write_atomically(folder / CARD_FILE, ("\n\n".join(sections) + "\n").encode())
 
 
-def add_report(path: Path, report: str) -> None:
-    """Insert a measured report (Markdown) into the card of the drafter in `path`, replacing an earlier one."""
-    card = path / CARD_FILE
-    old = card.read_text("utf-8", "replace") if card.exists() else f"# {path.name}"
-    before = old.partition(REPORT_HEADING)[0].rstrip()
-    body = report.replace("\n# ", "\n### ").removeprefix("# ")
-    write_atomically(card, f"{before}\n\n{REPORT_HEADING}\n\n{body}".encode())
+def add_report(folder: Path, report: str) -> None:
+    """Insert a measured report (Markdown) into the card of the drafter in `folder`, replacing an earlier one."""
+    card_path = folder / CARD_FILE
+    old_text = card_path.read_text("utf-8", "replace") if card_path.exists() else f"# {folder.name}"
+    intro_text = old_text.partition(REPORT_HEADING)[0].rstrip()
+    report_body = report.replace("\n# ", "\n### ").removeprefix("# ")
+    write_atomically(card_path, f"{intro_text}\n\n{REPORT_HEADING}\n\n{report_body}".encode())
 
 
 def describe_serving(drafted: int, engine: str = "vllm", *, one_pass: bool = False, head: str = "") -> str:
@@ -58,15 +58,15 @@ def describe_serving(drafted: int, engine: str = "vllm", *, one_pass: bool = Fal
     engine can; the others run it for each. head: vLLM's method of a draft head, in `engine` alone; "": a causal
     LM. SGLang drafts trees with an EAGLE-3 head.
     """
-    lines = [_SERVING[name] for name in (PLAIN_ENGINES if engine in PLAIN_ENGINES and not head else (engine,))]
-    parallel, runner = ('"parallel_drafting": true, ', "VLLM_USE_V2_MODEL_RUNNER=0 ") if one_pass else ("", "")
-    numbers = {"drafted": drafted, "checked": drafted + 1, "runner": runner}
+    sections = [_SERVING[name] for name in (PLAIN_ENGINES if engine in PLAIN_ENGINES and not head else (engine,))]
+    parallel, env_prefix = ('"parallel_drafting": true, ', "VLLM_USE_V2_MODEL_RUNNER=0 ") if one_pass else ("", "")
+    numbers = {"drafted": drafted, "checked": drafted + 1, "runner": env_prefix}
     values = {"method": "draft_model", "algorithm": "STANDALONE", "topk": 1, "drafts": "draft-simple"} | numbers
     values["p_min"] = " --spec-draft-p-min 0.6"
     if head:
         values |= {"method": head, "algorithm": "EAGLE3", "topk": 4, "checked": 16, "drafts": f"draft-{head}"}
         values["p_min"] = ""
-    return "\n\n".join(lines) % {**values, "parallel": parallel}
+    return "\n\n".join(sections) % {**values, "parallel": parallel}
 
 
 LLAMA_CPP_DRAFT = 3  # tokens of a draft that paid in llama.cpp (docs/deploy.md)

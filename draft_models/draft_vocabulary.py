@@ -25,34 +25,34 @@ from outrider.draft_models.targets.tensor_files import find_file
 TOKENS_FILE = "draft_tokens.safetensors"  # for a small LM with a draft vocabulary: the target's id of each of its ids
 
 
-def count_tokens(rows: Iterable[Mapping[str, Tensor]], vocabulary: int) -> Tensor:
-    """Counts [vocabulary] of each token as a supervised label in `rows`."""
-    counts = torch.zeros(vocabulary, dtype=torch.long)
-    for row in rows:
-        labels = row["labels"]
-        counts += torch.bincount(labels[labels != IGNORE], minlength=vocabulary)[:vocabulary]
+def count_tokens(examples: Iterable[Mapping[str, Tensor]], vocab_size: int) -> Tensor:
+    """Counts [vocabulary] of each token as a supervised label in `examples`."""
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for example in examples:
+        labels = example["labels"]
+        counts += torch.bincount(labels[labels != IGNORE], minlength=vocab_size)[:vocab_size]
     return counts
 
 
-def choose_tokens(counts: Tensor, count: int, required_ids: Iterable[int] = ()) -> Tensor:
-    """The `count` most frequent tokens, ascending; ties go to lower ids. required_ids: ids that are included."""
+def choose_tokens(counts: Tensor, draft_size: int, required_ids: Iterable[int] = ()) -> Tensor:
+    """The `draft_size` most frequent tokens, ascending; ties go to lower ids. required_ids: ids that are included."""
     priority = counts.clone()
     priority[list(required_ids)] = torch.iinfo(priority.dtype).max
-    return priority.sort(descending=True, stable=True).indices[:count].sort().values
+    return priority.sort(descending=True, stable=True).indices[:draft_size].sort().values
 
 
-def coverage(counts: Tensor, tokens: Tensor) -> float:
-    """The share of the counted tokens that is in `tokens`; 1 if nothing was counted."""
-    return float(counts[tokens].sum() / counts.sum()) if counts.sum() else 1.0
+def coverage(counts: Tensor, draft_tokens: Tensor) -> float:
+    """The share of the counted tokens that is in `draft_tokens`; 1 if nothing was counted."""
+    return float(counts[draft_tokens].sum() / counts.sum()) if counts.sum() else 1.0
 
 
-def draft_indices(labels: Tensor, tokens: Tensor | None, vocabulary: int) -> Tensor:
-    """Each label's index in `tokens`; IGNORE for labels outside. tokens None: the whole vocabulary."""
-    if tokens is None:
+def draft_indices(labels: Tensor, draft_tokens: Tensor | None, vocab_size: int) -> Tensor:
+    """Each label's index in `draft_tokens`; IGNORE for labels outside. tokens None: the whole vocabulary."""
+    if draft_tokens is None:
         return labels
-    index_of = torch.full((vocabulary,), IGNORE, dtype=labels.dtype, device=labels.device)
-    index_of[tokens] = torch.arange(len(tokens), dtype=labels.dtype, device=labels.device)
-    return torch.where(labels == IGNORE, IGNORE, index_of[labels.clamp(min=0)])
+    index_by_token = torch.full((vocab_size,), IGNORE, dtype=labels.dtype, device=labels.device)
+    index_by_token[draft_tokens] = torch.arange(len(draft_tokens), dtype=labels.dtype, device=labels.device)
+    return torch.where(labels == IGNORE, IGNORE, index_by_token[labels.clamp(min=0)])
 
 
 def narrow_config(config: PreTrainedConfig, draft_vocabulary: DraftVocabulary) -> None:
@@ -70,8 +70,8 @@ def narrow(model: PreTrainedModel, draft_vocabulary: DraftVocabulary) -> None:
     """
 
     def cut(rows: Tensor) -> Tensor:
-        outside = torch.ones(len(rows), dtype=torch.bool).index_fill_(0, draft_vocabulary.tokens, False)
-        outside_rows = rows[outside] if bool(outside.any()) else rows
+        is_outside = torch.ones(len(rows), dtype=torch.bool).index_fill_(0, draft_vocabulary.tokens, False)
+        outside_rows = rows[is_outside] if bool(is_outside.any()) else rows
         return torch.cat([rows[draft_vocabulary.tokens], outside_rows.mean(0, keepdim=True)])
 
     _replace_rows(model, cut)
@@ -80,34 +80,34 @@ def narrow(model: PreTrainedModel, draft_vocabulary: DraftVocabulary) -> None:
 
 
 @torch.no_grad()
-def widen(model: PreTrainedModel, draft_vocabulary: DraftVocabulary, special: Mapping[str, object]) -> None:
+def widen(model: PreTrainedModel, draft_vocabulary: DraftVocabulary, special_ids: Mapping[str, object]) -> None:
     """Undo `narrow`, for engines in which target and drafter share a vocabulary. special: the target's special ids.
 
     Other tokens get, in the embedding, the row for other tokens; in the head the mean row, which is never the argmax.
     """
-    target_vocabulary, count = draft_vocabulary.vocabulary, len(draft_vocabulary.tokens)
+    target_size, draft_size = draft_vocabulary.vocabulary, len(draft_vocabulary.tokens)
 
     def widened_rows(rows: Tensor, filler: Tensor) -> Tensor:
-        return widen_rows(rows[:count], filler, draft_vocabulary.tokens, target_vocabulary)
+        return widen_rows(rows[:draft_size], filler, draft_vocabulary.tokens, target_size)
 
-    _replace_rows(model, lambda x: widened_rows(x, x[count]), lambda x: widened_rows(x, x[:count].mean(0)))
-    model.config.update({"vocab_size": target_vocabulary, "tie_word_embeddings": False, **special})
+    _replace_rows(model, lambda x: widened_rows(x, x[draft_size]), lambda x: widened_rows(x, x[:draft_size].mean(0)))
+    model.config.update({"vocab_size": target_size, "tie_word_embeddings": False, **special_ids})
     delattr(model.config, MARK)
 
 
 @torch.no_grad()
-def fit_rows(model: PreTrainedModel, target_rows: int, special: Mapping[str, object]) -> None:
+def fit_rows(model: PreTrainedModel, target_row_count: int, special_ids: Mapping[str, object]) -> None:
     """Give `model` as many rows as its target, for engines that require it. special: the target's special ids.
 
     Embeddings of one vocabulary are padded to various sizes; padding ids occur in no text. A new row is the mean of all
     rows, and never the argmax (see `widen_rows`).
     """
     config = model.config.get_text_config()
-    if config.vocab_size == target_rows:
+    if config.vocab_size == target_row_count:
         return
-    ids = torch.arange(min(target_rows, config.vocab_size))
-    _replace_rows(model, lambda rows: widen_rows(rows[: len(ids)], rows.mean(0), ids, target_rows))
-    config.update({"vocab_size": target_rows, **special})
+    shared_ids = torch.arange(min(target_row_count, config.vocab_size))
+    _replace_rows(model, lambda rows: widen_rows(rows[: len(shared_ids)], rows.mean(0), shared_ids, target_row_count))
+    config.update({"vocab_size": target_row_count, **special_ids})
 
 
 def _replace_rows(
@@ -117,9 +117,9 @@ def _replace_rows(
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     assert isinstance(embedding, nn.Embedding)
     assert isinstance(head, nn.Linear)
-    tied, old_head_weight = head_map is None and head.weight is embedding.weight, head.weight
+    is_tied, old_head_weight = head_map is None and head.weight is embedding.weight, head.weight
     embedding.weight = nn.Parameter(embed_map(embedding.weight))
-    head.weight = embedding.weight if tied else nn.Parameter((head_map or embed_map)(old_head_weight))
+    head.weight = embedding.weight if is_tied else nn.Parameter((head_map or embed_map)(old_head_weight))
     if head.bias is not None:
         head.bias = nn.Parameter((head_map or embed_map)(head.bias))
     embedding.num_embeddings = head.out_features = len(head.weight)
@@ -146,9 +146,9 @@ def read_draft_vocabulary(
     mark = getattr(config, MARK)
     read_with_digest(Path(file), mark.get("sha256") if isinstance(mark, dict) else None, remedy)
     with name_unreadable(file, "draft vocabulary"), safe_open(file, framework="pt") as stored:
-        tokens, size = stored.get_tensor("tokens"), int(stored.metadata()["of"])
-    require_tokens(tokens, config.vocab_size - 1, size, file)
-    return DraftVocabulary(tokens, size)
+        tokens, target_size = stored.get_tensor("tokens"), int(stored.metadata()["of"])
+    require_tokens(tokens, config.vocab_size - 1, target_size, file)
+    return DraftVocabulary(tokens, target_size)
 
 
 def _blob(draft_vocabulary: DraftVocabulary) -> bytes:

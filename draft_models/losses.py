@@ -26,26 +26,26 @@ KL_FADES = 3.0  # kl_tv: the rate η at which KL gives way to total variation
 COPIES, PIECE = 12, 2**20  # most copies of its logits that an objective makes; on a CPU, the numbers in each of them
 
 
-def rows_at_once(tokens: int, device: torch.device) -> int:
-    """Rows per chunk of logits over a head's `tokens`.
+def rows_at_once(vocab_size: int, device: torch.device) -> int:
+    """Rows per chunk of logits over a head's `vocab_size`.
 
     Enough to keep a GPU busy. On a CPU as many as make the weight's gradient, which is accumulated once per chunk, a
     small part: of a vocabulary of 8,192 it took as long as the softmax in chunks of 256 rows.
     """
     if device.type != "cpu":
-        return max(1024, logits_at_once(tokens, device))
-    return max(512, min(2048, 2 * logits_at_once(tokens, device)))
+        return max(1024, logits_at_once(vocab_size, device))
+    return max(512, min(2048, 2 * logits_at_once(vocab_size, device)))
 
 
-def rows_of_copies(columns: int, device: torch.device) -> int:
-    """Rows of logits over `columns` tokens that an objective sees at a time: on a CPU few, which caches keep."""
-    return min(logits_at_once(columns, device), max(1, PIECE // columns) if device.type == "cpu" else 2**30)
+def rows_of_copies(vocab_size: int, device: torch.device) -> int:
+    """Rows of logits over `vocab_size` tokens that an objective sees at a time: on a CPU few, which caches keep."""
+    return min(logits_at_once(vocab_size, device), max(1, PIECE // vocab_size) if device.type == "cpu" else 2**30)
 
 
-def loss_bytes(tokens: int, columns: int, device: torch.device) -> int:
-    """The bytes that a loss of a head over `tokens` takes at a time, at most. columns: of the target's logits."""
-    chunk = rows_at_once(tokens, device)
-    return FLOAT32_BYTES * (chunk * (tokens + columns) + COPIES * min(chunk, rows_of_copies(columns, device)) * columns)
+def loss_bytes(vocab: int, columns: int, device: torch.device) -> int:
+    """The bytes that a loss of a head over `vocab` takes at a time, at most. columns: of the target's logits."""
+    chunk = rows_at_once(vocab, device)
+    return FLOAT32_BYTES * (chunk * (vocab + columns) + COPIES * min(chunk, rows_of_copies(columns, device)) * columns)
 
 
 _ValueAndGrad = tuple[Tensor, Tensor | None]  # the loss of each row [n], its gradient w.r.t. the logits [n, V]
@@ -67,12 +67,12 @@ class _Teacher:
 
     def logits(self, rows: slice) -> Tensor:
         """[states, V'] of the states of these rows, each state once."""
-        first, end = self.owners[rows.start], self.owners[rows.stop - 1] + 1
-        if end > self._block.stop:
-            size = logits_at_once(len(self.matrix), self.states.device)
-            self._block = range(first, min(max(end, first + size), len(self.states)))
-            self._block_logits = self.states[first : self._block.stop] @ self.matrix.T
-        return self._block_logits[first - self._block.start : end - self._block.start]
+        first_state, end_state = self.owners[rows.start], self.owners[rows.stop - 1] + 1
+        if end_state > self._block.stop:
+            block_size = logits_at_once(len(self.matrix), self.states.device)
+            self._block = range(first_state, min(max(end_state, first_state + block_size), len(self.states)))
+            self._block_logits = self.states[first_state : self._block.stop] @ self.matrix.T
+        return self._block_logits[first_state - self._block.start : end_state - self._block.start]
 
 
 class _LinearLoss(torch.autograd.Function):
@@ -94,28 +94,28 @@ class _LinearLoss(torch.autograd.Function):
         shares: Tensor | None,
         teacher: _Teacher | None,
     ) -> Tensor:
-        matrix = weight.to(hidden.dtype)
-        exact = torch.promote_types(hidden.dtype, torch.float32)
-        loss = hidden.new_zeros((), dtype=exact)
+        cast_weight = weight.to(hidden.dtype)
+        exact_dtype = torch.promote_types(hidden.dtype, torch.float32)
+        loss = hidden.new_zeros((), dtype=exact_dtype)
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=exact) if need_weight else None
-        block = hidden.new_empty(min(chunk, hidden.shape[0]), weight.shape[0])
+        grad_weight = torch.zeros_like(weight, dtype=exact_dtype) if need_weight else None
+        logit_buffer = hidden.new_empty(min(chunk, hidden.shape[0]), weight.shape[0])
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
-            logits = torch.mm(hidden[rows], matrix.T, out=block[: hidden.shape[0] - start])  # [chunk, V]
+            logits = torch.mm(hidden[rows], cast_weight.T, out=logit_buffer[: hidden.shape[0] - start])  # [chunk, V]
             for begin, piece_logits in zip(range(start, start + chunk, piece), logits.split(piece), strict=False):
-                part = slice(begin, begin + len(piece_logits))
-                target_logits = None if teacher is None else teacher.logits(part).to(exact)
-                raw = piece_logits.to(exact)
-                value, grad = objective(rule(raw), part, need_hidden or need_weight, target_logits)
-                loss += value.sum() if shares is None else (value * shares[part]).sum()
+                piece_slice = slice(begin, begin + len(piece_logits))
+                target_logits = None if teacher is None else teacher.logits(piece_slice).to(exact_dtype)
+                raw_logits = piece_logits.to(exact_dtype)
+                row_losses, grad = objective(rule(raw_logits), piece_slice, need_hidden or need_weight, target_logits)
+                loss += row_losses.sum() if shares is None else (row_losses * shares[piece_slice]).sum()
                 if grad is not None:
-                    grad = grad if rule == PLAIN else grad * rule.slope(raw)
-                    piece_logits.copy_(grad if shares is None else grad.mul_(shares[part, None]))
+                    grad = grad if rule == PLAIN else grad * rule.slope(raw_logits)
+                    piece_logits.copy_(grad if shares is None else grad.mul_(shares[piece_slice, None]))
             # From here on `logits` holds the loss's gradient w.r.t. the logits, if one is needed.
             if grad_hidden is not None:
-                grad_hidden[rows] = logits @ matrix
+                grad_hidden[rows] = logits @ cast_weight
             if grad_weight is not None:
                 grad_weight += logits.T @ hidden[rows]
         ctx.save_for_backward(grad_hidden, grad_weight)
@@ -123,11 +123,11 @@ class _LinearLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        to_hidden = None if grad_hidden is None else grad_hidden * scale.to(grad_hidden.dtype)
-        to_weight = None if grad_weight is None else (grad_weight * scale).to(ctx.weight_dtype)
-        return to_hidden, to_weight, *(None,) * 6  # the further arguments of `forward`
+        hidden_grad = None if grad_hidden is None else grad_hidden * loss_grad.to(grad_hidden.dtype)
+        weight_grad = None if grad_weight is None else (grad_weight * loss_grad).to(ctx.weight_dtype)
+        return hidden_grad, weight_grad, *(None,) * 6  # the further arguments of `forward`
 
 
 def head_product(head: nn.Linear, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,18 +150,18 @@ def linear_cross_entropy(
     rule: the model's transformation of its head's logits. shares [...]: weights of the positions. Without these two the
     loss equals `F.cross_entropy(hidden @ weight.T, labels, reduction="sum")`.
     """
-    keep = labels != IGNORE
-    label_ids, shares = labels[keep], None if shares is None else shares[keep]
+    keep_mask = labels != IGNORE
+    label_ids, shares = labels[keep_mask], None if shares is None else shares[keep_mask]
 
     def objective(logits: Tensor, rows: slice, need_grad: bool, target_logits: Tensor | None) -> _ValueAndGrad:
-        grad, picked = logits.softmax(-1), label_ids[rows, None]
-        value = _normaliser(logits, grad) - logits.gather(-1, picked)[:, 0]
+        grad, row_labels = logits.softmax(-1), label_ids[rows, None]
+        row_losses = _normaliser(logits, grad) - logits.gather(-1, row_labels)[:, 0]
         if not need_grad:
-            return value, None
-        grad.scatter_add_(-1, picked, grad.new_full((1, 1), -1.0).expand_as(picked))
-        return value, grad
+            return row_losses, None
+        grad.scatter_add_(-1, row_labels, grad.new_full((1, 1), -1.0).expand_as(row_labels))
+        return row_losses, grad
 
-    return _apply(hidden[keep], weight, objective, rule, shares)
+    return _apply(hidden[keep_mask], weight, objective, rule, shares)
 
 
 def linear_divergence(
@@ -203,24 +203,24 @@ def linear_divergence(
         shares = None if shares is None else shares[labels != IGNORE]
     if tokens is not None and kind not in OVERLAPS:
         target_weight, tokens = target_weight[tokens], None
-    shared = min(weight.shape[0], target_weight.shape[0])
-    target_matrix = target_weight.detach()[: shared if tokens is None else None]
-    target_states, padding = target_hidden.detach(), weight.shape[0] - shared
+    shared_vocab = min(weight.shape[0], target_weight.shape[0])
+    target_matrix = target_weight.detach()[: shared_vocab if tokens is None else None]
+    target_states, pad_columns = target_hidden.detach(), weight.shape[0] - shared_vocab
 
     def objective(logits: Tensor, rows: slice, need_grad: bool, target_logits: Tensor | None) -> _ValueAndGrad:
         assert target_logits is not None
-        offsets = None if owners is None else owners[rows] - owners[rows.start]  # owners 4, 4, 5 → rows 0, 0, 1 of p
+        p_rows = None if owners is None else owners[rows] - owners[rows.start]  # owners 4, 4, 5 → rows 0, 0, 1 of p
         if kind == "forward_kl":
-            value, grad = _forward_kl(target_rule(target_logits), logits[:, :shared], offsets)
+            row_losses, grad = _forward_kl(target_rule(target_logits), logits[:, :shared_vocab], p_rows)
         else:
-            log_p, log_q = target_rule(target_logits).log_softmax(-1), logits[:, :shared].log_softmax(-1)
+            log_p, log_q = target_rule(target_logits).log_softmax(-1), logits[:, :shared_vocab].log_softmax(-1)
             log_p = log_p if tokens is None else log_p[:, tokens]
-            log_p = log_p if offsets is None else log_p[offsets]
-            value, slope = _divergence(kind, log_p, log_q)
+            log_p = log_p if p_rows is None else log_p[p_rows]
+            row_losses, log_q_slope = _divergence(kind, log_p, log_q)
             if not need_grad:
-                return value, None
-            grad = slope - log_q.exp_() * slope.sum(-1, keepdim=True)
-        return value, F.pad(grad, (0, padding)) if padding else grad
+                return row_losses, None
+            grad = log_q_slope - log_q.exp_() * log_q_slope.sum(-1, keepdim=True)
+        return row_losses, F.pad(grad, (0, pad_columns)) if pad_columns else grad
 
     teacher_rows = range(len(hidden)) if owners is None else owners.tolist()
     return _apply(hidden, weight, objective, rule, shares, _Teacher(target_states, target_matrix, teacher_rows))
@@ -250,26 +250,26 @@ def linear_topk_divergence(
     overlaps, and the KLs condition p on the others. Their share of the tail is unknown: the whole tail counts as the
     drafter's other tokens, unless it has none.
     """
-    keep = labels != IGNORE
-    logprobs, tails = top_logprobs[keep], tail[keep]
-    top_k = _TopBuckets.of(top_ids[keep], weight.shape[0])
+    keep_mask = labels != IGNORE
+    logprobs, tail_probs = top_logprobs[keep_mask], tail[keep_mask]
+    all_buckets = _TopBuckets.of(top_ids[keep_mask], weight.shape[0])
 
     def objective(logits: Tensor, rows: slice, need_grad: bool, target_logits: Tensor | None) -> _ValueAndGrad:
         lowest = torch.finfo(logits.dtype).min / 4  # finite, since 0 · −∞ is NaN
-        part = top_k.part(rows)
-        lacking = part.impossible
-        log_p = top_k_logs(logprobs[rows].to(logits.dtype), tails[rows].to(logits.dtype))
-        log_p = log_p.masked_fill(lacking, lowest)
+        buckets = all_buckets.part(rows)
+        empty_mask = buckets.impossible
+        log_p = top_k_logs(logprobs[rows].to(logits.dtype), tail_probs[rows].to(logits.dtype))
+        log_p = log_p.masked_fill(empty_mask, lowest)
         if kind not in OVERLAPS:
             log_p = log_p.log_softmax(-1)
-        log_q, within = part.buckets(logits)
-        log_q = log_q.masked_fill_(lacking, lowest)
-        value, slope = _divergence(kind, log_p, log_q)
+        log_q, tail_q = buckets.buckets(logits)
+        log_q = log_q.masked_fill_(empty_mask, lowest)
+        row_losses, log_q_slope = _divergence(kind, log_p, log_q)
         if not need_grad:
-            return value, None
-        return value, part.spread(slope - log_q.exp_() * slope.sum(-1, keepdim=True), within)
+            return row_losses, None
+        return row_losses, buckets.spread(log_q_slope - log_q.exp_() * log_q_slope.sum(-1, keepdim=True), tail_q)
 
-    return _apply(hidden[keep], weight, objective, rule, None if shares is None else shares[keep])
+    return _apply(hidden[keep_mask], weight, objective, rule, None if shares is None else shares[keep_mask])
 
 
 @dataclass(frozen=True)
@@ -288,13 +288,13 @@ class _TopBuckets:
     complete: Tensor  # bool [n, 1]: the k tokens are the whole vocabulary, so the last bucket is empty
 
     @classmethod
-    def of(cls, ids: Tensor, tokens: int) -> "_TopBuckets":
-        """Create it from ids [n, k] in a vocabulary of `tokens` tokens, `IGNORE` for those outside it."""
+    def of(cls, ids: Tensor, vocab_size: int) -> "_TopBuckets":
+        """Create it from ids [n, k] in a vocabulary of `vocab_size` tokens, `IGNORE` for those outside it."""
         outside = ids == IGNORE
-        column_numbers = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        stand_in = torch.where(outside, (~outside).byte().argmax(-1, keepdim=True), column_numbers)
-        count = (~outside).sum(-1, keepdim=True)
-        return cls(outside, ids.gather(-1, stand_in).clamp(min=0), stand_in, count == 0, count == tokens)
+        top_indices = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        stand_in = torch.where(outside, (~outside).byte().argmax(-1, keepdim=True), top_indices)
+        n_inside = (~outside).sum(-1, keepdim=True)
+        return cls(outside, ids.gather(-1, stand_in).clamp(min=0), stand_in, n_inside == 0, n_inside == vocab_size)
 
     def part(self, rows: slice) -> "_TopBuckets":
         return _TopBuckets(*(getattr(self, field.name)[rows] for field in fields(self)))
@@ -308,18 +308,18 @@ class _TopBuckets:
         """log q [n, k + 1] of the buckets, and q [n, V] conditioned on the last bucket; overwrites the logits."""
         top_logits = logits.gather(-1, self.columns)
         tail_logits = logits.scatter_(-1, self.columns, torch.where(self.all_outside, top_logits, -torch.inf))
-        within = tail_logits.softmax(-1)
-        last_bucket = _normaliser(tail_logits, within)[:, None].masked_fill(self.complete, -torch.inf)
+        tail_q = tail_logits.softmax(-1)
+        bucket_logit = _normaliser(tail_logits, tail_q)[:, None].masked_fill(self.complete, -torch.inf)
         if self.columns.shape[1] >= logits.shape[1]:  # else no row can have `complete`
-            within = torch.where(self.complete, 0.0, within)
-        return torch.cat([top_logits.masked_fill(self.outside, -torch.inf), last_bucket], -1).log_softmax(-1), within
+            tail_q = torch.where(self.complete, 0.0, tail_q)
+        return torch.cat([top_logits.masked_fill(self.outside, -torch.inf), bucket_logit], -1).log_softmax(-1), tail_q
 
-    def spread(self, by_bucket: Tensor, within: Tensor) -> Tensor:
-        """The gradient [n, V] w.r.t. logits, from that w.r.t. buckets [n, k + 1]; overwrites `within`."""
-        shared = within.mul_(by_bucket[:, -1:])  # the last bucket's gradient, by each token's share of the bucket
-        at_columns = shared.gather(-1, self.columns)
-        top_gradient = torch.where(self.all_outside, at_columns, by_bucket.gather(-1, self.stand_in))
-        return shared.scatter_(-1, self.columns, top_gradient)
+    def spread(self, bucket_grad: Tensor, tail_q: Tensor) -> Tensor:
+        """The gradient [n, V] w.r.t. logits, from that w.r.t. buckets [n, k + 1]; overwrites `tail_q`."""
+        tail_grad = tail_q.mul_(bucket_grad[:, -1:])  # the last bucket's gradient, by each token's share of the bucket
+        column_grads = tail_grad.gather(-1, self.columns)
+        top_gradient = torch.where(self.all_outside, column_grads, bucket_grad.gather(-1, self.stand_in))
+        return tail_grad.scatter_(-1, self.columns, top_gradient)
 
 
 def _normaliser(logits: Tensor, probabilities: Tensor) -> Tensor:
@@ -330,17 +330,17 @@ def _normaliser(logits: Tensor, probabilities: Tensor) -> Tensor:
     return logits.amax(-1) - probabilities.amax(-1).log()
 
 
-def _forward_kl(target: Tensor, logits: Tensor, owners: Tensor | None) -> tuple[Tensor, Tensor]:
+def _forward_kl(target_logits: Tensor, logits: Tensor, p_rows: Tensor | None) -> tuple[Tensor, Tensor]:
     """KL(p‖q) [n] and its gradient q − p w.r.t. the logits [n, V]; owners [n]: their rows of p's logits [m, V].
 
     The same as by `_divergence`, in few passes over the matrix, and with one exponential of each value of p.
     """
-    p, q = target.softmax(-1), logits.softmax(-1)
-    negative = (p[:, None] @ target[..., None])[:, 0, 0] - _normaliser(target, p)  # Σ p log p
-    if owners is not None:
-        p, negative = p[owners], negative[owners]
-    crossed = (p[:, None] @ logits[..., None])[:, 0, 0]
-    return negative - crossed + _normaliser(logits, q), q.sub_(p)
+    p, q = target_logits.softmax(-1), logits.softmax(-1)
+    neg_entropy = (p[:, None] @ target_logits[..., None])[:, 0, 0] - _normaliser(target_logits, p)  # Σ p log p
+    if p_rows is not None:
+        p, neg_entropy = p[p_rows], neg_entropy[p_rows]
+    mean_logit = (p[:, None] @ logits[..., None])[:, 0, 0]
+    return neg_entropy - mean_logit + _normaliser(logits, q), q.sub_(p)
 
 
 def _divergence(kind: str, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
@@ -351,27 +351,27 @@ def _divergence(kind: str, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor
     here leave out such terms: reverse_kl q, and total variation q / 2 of q · [q > p] = q · (sign(q − p) + 1) / 2.
     """
     if kind == "acceptance":
-        overlap = torch.minimum(log_p, log_q)  # logarithms: α itself may underflow
-        log_alpha = overlap.logsumexp(-1, keepdim=True)
+        log_overlap = torch.minimum(log_p, log_q)  # logarithms: α itself may underflow
+        log_alpha = log_overlap.logsumexp(-1, keepdim=True)
         # α grows with q where q < p; the slope of log α is each such token's share of α.
-        return -log_alpha[:, 0], -(overlap - log_alpha).exp_() * (log_q < log_p)
+        return -log_alpha[:, 0], -(log_overlap - log_alpha).exp_() * (log_q < log_p)
     if kind == "reverse_kl":
-        slope = log_q.exp() * (log_q - log_p)
-        return slope.sum(-1), slope
+        log_q_slope = log_q.exp() * (log_q - log_p)
+        return log_q_slope.sum(-1), log_q_slope
     p = log_p.exp()
     if kind == "forward_kl":
         return (p * (log_p - log_q)).sum(-1), -p
     q = log_q.exp()
     if kind == "kl_tv":
-        share = (-KL_FADES * acceptance(log_p, log_q)).exp_()[:, None]  # λ
-        log_conditional = log_p - log_p.logsumexp(-1, keepdim=True)
-        conditional = log_conditional.exp()
-        value = share * conditional * (log_conditional - log_q) + (1 - share) * (q - p).clamp_min(0)
-        return value.sum(-1), (1 - share) * q * (q - p).sign() / 2 - share * conditional
+        kl_weight = (-KL_FADES * acceptance(log_p, log_q)).exp_()[:, None]  # λ
+        log_cond_p = log_p - log_p.logsumexp(-1, keepdim=True)
+        cond_p = log_cond_p.exp()
+        terms = kl_weight * cond_p * (log_cond_p - log_q) + (1 - kl_weight) * (q - p).clamp_min(0)
+        return terms.sum(-1), (1 - kl_weight) * q * (q - p).sign() / 2 - kl_weight * cond_p
     if kind == "jensen_shannon":
         log_m = torch.logaddexp(log_p, log_q) - math.log(2)
-        slope = q * (log_q - log_m) / 2
-        return slope.sum(-1) + (p * (log_p - log_m)).sum(-1) / 2, slope
+        log_q_slope = q * (log_q - log_m) / 2
+        return log_q_slope.sum(-1) + (p * (log_p - log_m)).sum(-1) / 2, log_q_slope
     if kind == "total_variation":
         difference = q - p  # its positive part sums to 1 − Σ min(p, q)
         return difference.clamp_min(0).sum(-1), q * difference.sign() / 2
@@ -383,17 +383,17 @@ def _apply(
     weight: Tensor,
     objective: _Objective,
     rule: LogitRule = PLAIN,
-    shares: Tensor | None = None,
+    row_weights: Tensor | None = None,
     teacher: _Teacher | None = None,
 ) -> Tensor:
     """`_LinearLoss` with the sizes of its chunks and pieces, in autocast's dtype."""
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device):
-        hidden = hidden.to(torch.get_autocast_dtype(device))
+    device_type = hidden.device.type
+    if torch.is_autocast_enabled(device_type):
+        hidden = hidden.to(torch.get_autocast_dtype(device_type))
     if not torch.is_grad_enabled():  # a Function sees which inputs require grad, not whether grad is enabled
         hidden, weight = hidden.detach(), weight.detach()
-    with torch.autocast(device, enabled=False):
-        chunk = rows_at_once(weight.shape[0], weight.device)
-        columns = max(len(weight), len(teacher.matrix) if teacher is not None else 0)
-        piece = min(chunk, rows_of_copies(columns, hidden.device))
-        return _LinearLoss.apply(hidden, weight, objective, rule, chunk, piece, shares, teacher)
+    with torch.autocast(device_type, enabled=False):
+        chunk_rows = rows_at_once(weight.shape[0], weight.device)
+        max_columns = max(len(weight), len(teacher.matrix) if teacher is not None else 0)
+        piece_rows = min(chunk_rows, rows_of_copies(max_columns, hidden.device))
+        return _LinearLoss.apply(hidden, weight, objective, rule, chunk_rows, piece_rows, row_weights, teacher)

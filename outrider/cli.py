@@ -143,22 +143,22 @@ _FIELDS: dict[str, tuple[str, ...]] = {  # by the name of a command: the other f
 COMMANDS = {name: Command(name, *values) for name, values in _FIELDS.items()}
 
 
-def find(typed: str) -> Command:
-    """The command called `typed`, with - or _. Raises `UserError`, which suggests similar names."""
-    name = typed.replace("-", "_")
+def find(typed_name: str) -> Command:
+    """The command called `typed_name`, with - or _. Raises `UserError`, which suggests similar names."""
+    name = typed_name.replace("-", "_")
     if name not in COMMANDS:
         names = [command.typed for command in COMMANDS.values()]
-        hint = did_you_mean(typed, [*names, "--help"])
-        raise UserError(f"{typed}: no such command{hint or '.'} There are {', '.join(names)}")
+        hint = did_you_mean(typed_name, [*names, "--help"])
+        raise UserError(f"{typed_name}: no such command{hint or '.'} There are {', '.join(names)}")
     return COMMANDS[name]
 
 
-def usage(name: str = "") -> list[str]:
-    """The usual command lines of the command `name`, or those for beginners, from usage.txt."""
-    first, _, commands = Path(__file__).with_name("usage.txt").read_text("utf-8").partition("\n\n")
-    if not name:
-        return first.splitlines()
-    return [line for line in commands.splitlines() if line.split()[1:2] == [name.replace("_", "-")]]
+def usage(command_name: str = "") -> list[str]:
+    """The usual command lines of the command `command_name`, or those for beginners, from usage.txt."""
+    beginner_text, _, command_text = Path(__file__).with_name("usage.txt").read_text("utf-8").partition("\n\n")
+    if not command_name:
+        return beginner_text.splitlines()
+    return [line for line in command_text.splitlines() if line.split()[1:2] == [command_name.replace("_", "-")]]
 
 
 def print_anything() -> None:
@@ -191,18 +191,18 @@ def report_crash() -> Iterator[None]:
 def main() -> None:
     """Run the command named in sys.argv. Without one, or with --help, print the list of commands."""
     print_anything()
-    typed, *options = sys.argv[1:] or ["--help"]
-    if typed in ("--help", "-h"):
-        width = max(len(command.typed) for command in COMMANDS.values())
-        lines = [f"  {command.typed:{width}}  {command.does}" for command in COMMANDS.values()]
-        more = "outrider COMMAND shows its usual lines, outrider COMMAND --help all its options"
-        print_text("\n".join([*usage(), "", "usage: outrider COMMAND key=value …", *lines, more]))
+    command_word, *options = sys.argv[1:] or ["--help"]
+    if command_word in ("--help", "-h"):
+        name_width = max(len(command.typed) for command in COMMANDS.values())
+        command_lines = [f"  {command.typed:{name_width}}  {command.does}" for command in COMMANDS.values()]
+        help_hint = "outrider COMMAND shows its usual lines, outrider COMMAND --help all its options"
+        print_text("\n".join([*usage(), "", "usage: outrider COMMAND key=value …", *command_lines, help_hint]))
         return
-    if typed == "--version":
+    if command_word == "--version":
         print_text(f"outrider {package_version()}")
         return
     try:
-        command = find(typed)
+        command = find(command_word)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(USER_ERROR_STATUS)

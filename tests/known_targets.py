@@ -24,7 +24,7 @@ from outrider.inference.drafters.draft_model import OnePass
 from outrider.inference.drafters.eagle3.drafter import Eagle3DraftModel
 from outrider.inference.drafters.early_exit.drafter import draft_model_of
 from outrider.inference.drafters.model_drafter import ModelDrafter
-from outrider.inference.drafters.model_plugin import copies_of
+from outrider.inference.drafters.model_plugin import make_prompt_lookup
 from outrider.inference.drafters.skip_layers.drafter import SkipLayersDraftModel
 from outrider.inference.drafters.small_lm.drafter import SmallLMDraftModel, SmallLMPasses
 from outrider.inference.drafters.small_lm.drafter import draft_model_of as draft_model_of_lm
@@ -152,7 +152,7 @@ class Target:
 
     def shaped(self, kind: str, method: MethodConfig, structure: Structure, noise: float = 0.15) -> ModelDrafter:
         """The drafter of `method` whose drafts have this structure."""
-        return ModelDrafter(self.source(kind, noise), structure, copies=copies_of(method, structure))
+        return ModelDrafter(self.source(kind, noise), structure, copies=make_prompt_lookup(method, structure))
 
 
 def targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Target]:

@@ -23,7 +23,7 @@ from outrider.base.settings import construct, read_as
 from outrider.base.words import quote_word
 from outrider.data_prep.settings import FetchConfig, PromptsConfig
 from outrider.data_prep.targets import fetch_target
-from outrider.data_prep.text.chat import around_question, render_prompt
+from outrider.data_prep.text.chat import question_affixes, render_prompt
 from outrider.data_prep.text.data_files import resolve_paths
 from outrider.data_prep.text.prompts import read_prompts, split_prompts
 from outrider.data_prep.text.settings import DataConfig
@@ -65,7 +65,7 @@ _FEWEST_TEXTS = 8  # that a share of the corpus holds out
 _REMEDY = "give another out_dir"
 DRAFTERS = steps.ROOT / "drafters"  # those of this project, in a clone of it
 # By kind, the file of a drafter in `DRAFTERS` that has the fingerprint of its target, and the key.
-_BOUND = {EARLY_EXIT.name: (META_FILE, "fingerprint"), SMALL_LM.name: (TRAINING_FILE, "settings.target")}
+_TARGET_KEY = {EARLY_EXIT.name: (META_FILE, "fingerprint"), SMALL_LM.name: (TRAINING_FILE, "settings.target")}
 _EXPORTED = {*(kind.step for kind in TRAINABLE.values()), "trigrams"}  # steps whose products engines take
 
 
@@ -93,31 +93,31 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
         config = replace(config, target=fetch.out_dir)
     target = open_unseen(str(config.tokenizer)) if config.server else open_target(config.target, by_layers=False)
     device: Device = "cuda" if pick_device("auto").type == "cuda" else "cpu"
-    available = free_bytes(torch.device(device))
-    answers = _size_batches(target, device, available) if target.is_seen else _try_server(config, target, device)
+    available_bytes = free_bytes(torch.device(device))
+    answers = _size_batches(target, device, available_bytes) if target.is_seen else _try_server(config, target, device)
     corpus_bytes = sum(path.stat().st_size for path in resolve_paths(config.corpus))
-    answers = replace(answers, tokenising=corpus_bytes / auto_choice.TOKENISED_BYTES / usable_cores() / 60)
+    answers = replace(answers, tokenising_minutes=corpus_bytes / auto_choice.TOKENISED_BYTES / usable_cores() / 60)
     _check_prompts(config, target, answers)
-    unfit = _find_unfit(config)
+    unfit_reasons = _find_unfit(config)
     kinds = auto_choice.ORDER[device] if config.train == "auto" else config.train
-    choice = Choice(tuple(kind for kind in kinds if kind not in unfit), {}, {})
+    choice = Choice(tuple(kind for kind in kinds if kind not in unfit_reasons), {}, {})
     pipeline = configure_pipeline(config, choice, answers, config_for)
     plan = plan_steps(pipeline, config_for)
     check_steps(pipeline, plan)
     if config.corpus and SMALL_LM.name in choice.kinds and not (pipeline.folder / RECORD).exists():
-        share = _share_of_corpus(config.corpus, auto_choice.choose_corpus_share(config, device, corpus_bytes))
-        answers = replace(answers, corpus_share=share)
-    memory = _describe_memory(target, available) if target.is_seen else f"top_k={answers.top_k}"
+        corpus_share = _share_of_corpus(config.corpus, auto_choice.choose_corpus_share(config, device, corpus_bytes))
+        answers = replace(answers, corpus_share=corpus_share)
+    memory = _describe_memory(target, available_bytes) if target.is_seen else f"top_k={answers.top_k}"
     print(
         f"auto target={config.server or config.target} device={device} minutes={config.minutes:g} {memory}", flush=True
     )
     if config.plan:
-        print(auto_choice.describe_outlook(config, answers, unfit), flush=True)
+        print(auto_choice.describe_outlook(config, answers, unfit_reasons), flush=True)
         return
     warn_if_busy()
     if not config.debug:
         with only_run(require_writable(pipeline.folder), "a target's drafters"):
-            start = _find_start(config, pipeline.folder, answers, unfit, began, config_for, target)
+            start = _find_start(config, pipeline.folder, answers, unfit_reasons, began, config_for, target)
         print(auto_choice.describe_choice(start.choice, start.look), flush=True)
         pipeline, answers = configure_pipeline(config, start.choice, start.look, config_for), start.look
         plan = plan_steps(pipeline, config_for)
@@ -132,23 +132,23 @@ def _share_of_corpus(paths: Sequence[str], share: float) -> float:
     would learn nothing, or hold out nothing."""
     data = DataConfig(source="local", path=[*paths], share=share)
     counts = {split: len([*islice(read_records(data, split), _FEWEST_TEXTS)]) for split in typing.get_args(Split)}
-    fewest = min(counts.values())
-    if fewest >= (_FEWEST_TEXTS if share < 1 else 1):
+    fewest_texts = min(counts.values())
+    if fewest_texts >= (_FEWEST_TEXTS if share < 1 else 1):
         return share
     if share < 1:
-        return _share_of_corpus(paths, min(1.0, 1.5 * share * _FEWEST_TEXTS / max(1, fewest)))
-    lacks = f"no text of it is in the {min(counts, key=lambda split: counts[split])} split"
-    as_one = "a file of text counts as one text: give more files, or a .jsonl file of texts"
-    raise UserError(f"corpus={', '.join(paths)}: {lacks}; {as_one}")
+        return _share_of_corpus(paths, min(1.0, 1.5 * share * _FEWEST_TEXTS / max(1, fewest_texts)))
+    problem = f"no text of it is in the {min(counts, key=lambda split: counts[split])} split"
+    remedy = "a file of text counts as one text: give more files, or a .jsonl file of texts"
+    raise UserError(f"corpus={', '.join(paths)}: {problem}; {remedy}")
 
 
-def _size_batches(target: OpenTarget, device: Device, available: float) -> FirstAnswers:
+def _size_batches(target: OpenTarget, device: Device, available_bytes: float) -> FirstAnswers:
     """The facts before the first answers: machine and context. available: bytes of memory."""
     storage = memory_plan.Storage(pick_dtype("fast", target.config, torch.device(device)).itemsize, _TEXT_TOKENS)
-    decoded, text = (measure(target.config, storage) for measure in (memory_plan.weight_bytes, memory_plan.cache_bytes))
-    parameters, weights = decoded / storage.itemsize, stored_bytes(target, torch.device(device)) or decoded
-    rows = auto_choice.choose_rows(device, parameters, text, available - weights)
-    return FirstAnswers(device, rows, context=context_limit(target.config), parameters=parameters)
+    full_bytes, kv_bytes = (fn(target.config, storage) for fn in (memory_plan.weight_bytes, memory_plan.cache_bytes))
+    param_count, weight_bytes = full_bytes / storage.itemsize, stored_bytes(target, torch.device(device)) or full_bytes
+    row_count = auto_choice.choose_rows(device, param_count, kv_bytes, available_bytes - weight_bytes)
+    return FirstAnswers(device, row_count, context=context_limit(target.config), parameters=param_count)
 
 
 def _try_server(config: AutoConfig, target: OpenTarget, device: Device) -> FirstAnswers:
@@ -170,15 +170,15 @@ def _check_prompts(config: AutoConfig, target: OpenTarget, answers: FirstAnswers
     tokenizer = bind_arguments(target.tokenizer, config.chat_template_kwargs, config.template)
     render_prompt(("a question",), tokenizer, config.template)  # raises now where there is no template
     if config.prompts is None:
-        around_question(tokenizer, config.template)
+        question_affixes(tokenizer, config.template)
         return
     prompts = split_prompts(read_prompts(config.prompts), PromptsConfig.heldout_fraction, config.prompts)["heldout"]
-    rendered = []
+    rendered_prompts = []
     for prompt in prompts:
-        question, template = prompt.messages(prompt.turns[:1]), config.template if prompt.chat else "none"
-        where = f"prompt {prompt.id}"
-        rendered.append(render_prompt(question, tokenizer, template, context=answers.context, where=where))
-    require_fits(prompts, rendered, answers.context - answers.longest_text)
+        messages, template = prompt.messages(prompt.turns[:1]), config.template if prompt.chat else "none"
+        label = f"prompt {prompt.id}"
+        rendered_prompts.append(render_prompt(messages, tokenizer, template, context=answers.context, where=label))
+    require_fits(prompts, rendered_prompts, answers.context - answers.longest_text)
 
 
 def _find_unfit(config: AutoConfig) -> dict[str, str]:
@@ -188,26 +188,26 @@ def _find_unfit(config: AutoConfig) -> dict[str, str]:
     try:
         open_target(config.target, by_layers=True)
     except UserError as error:
-        unfit = {name: str(error) for name in TRAINABLE if KINDS[name].layers}
+        unfit_reasons = {name: str(error) for name in TRAINABLE if KINDS[name].layers}
         for kind in () if config.train == "auto" else config.train:
-            require(kind not in unfit, "train", kind, f"another kind: {error}")
-        return unfit
+            require(kind not in unfit_reasons, "train", kind, f"another kind: {error}")
+        return unfit_reasons
     return {}
 
 
-def _describe_memory(target: OpenTarget, available: float) -> str:
+def _describe_memory(target: OpenTarget, available_bytes: float) -> str:
     """The memory of an evaluation without drafters, and the machine's. Raises `UserError` if that is too little."""
     methods = {PROMPT_LOOKUP.name: preset(PROMPT_LOOKUP.name)}
     evaluation = EvaluateConfig(target=target.source, dtype="fast", methods=methods)
-    size = sum(part.size for part in evaluation_memory(evaluation, target, _TEXT_TOKENS))
-    memory = f"memory_gb={size / memory_plan.GB:.1f} of {available / memory_plan.GB:.1f}"
-    if size > available:
+    needed_bytes = sum(part.size for part in evaluation_memory(evaluation, target, _TEXT_TOKENS))
+    memory = f"memory_gb={needed_bytes / memory_plan.GB:.1f} of {available_bytes / memory_plan.GB:.1f}"
+    if needed_bytes > available_bytes:
         raise UserError(f"target={target.source}: decoding it takes {memory}; take a smaller one")
     return memory
 
 
 def _find_start(
-    config: AutoConfig, folder: Path, answers: FirstAnswers, unfit: Mapping[str, str], began: float,
+    config: AutoConfig, folder: Path, answers: FirstAnswers, unfit_reasons: Mapping[str, str], began: float,
     config_for: ConfigFor, target: OpenTarget,
 ) -> Start:  # fmt: skip
     """The facts with which a stopped run began; for a new run, those of the target's first answers."""
@@ -218,33 +218,33 @@ def _find_start(
         check_identity(start.made_of, made_of, path)
         return start
     answers = _time_answers(config, answers, began, config_for)
-    finished = find_finished(target.fingerprint, DRAFTERS) if target.is_seen else {}
-    start = Start(made_of, answers, auto_choice.choose_trainings(config, answers, unfit, finished))
+    finished_dirs = find_finished(target.fingerprint, DRAFTERS) if target.is_seen else {}
+    start = Start(made_of, answers, auto_choice.choose_trainings(config, answers, unfit_reasons, finished_dirs))
     write_json(path, asdict(start))
     return start
 
 
 def find_finished(target: Fingerprint, root: Path) -> dict[str, str]:
     """By kind, the folder of a drafter in root/NAME/STEP that was trained for `target`, the first by name."""
-    finished: dict[str, str] = {}
-    for kind, (file, key) in _BOUND.items():
-        for path in sorted(root.glob(f"*/{TRAINABLE[kind].step}/{file}")):
+    folder_by_kind: dict[str, str] = {}
+    for kind, (file_name, key) in _TARGET_KEY.items():
+        for path in sorted(root.glob(f"*/{TRAINABLE[kind].step}/{file_name}")):
             record: object = read_mapping(path, "record of a drafter", _REMEDY)
-            for part in key.split("."):
-                record = record.get(part) if isinstance(record, dict) else None
+            for key_part in key.split("."):
+                record = record.get(key_part) if isinstance(record, dict) else None
             if isinstance(record, dict) and not construct(Fingerprint, record).differences(target):
-                finished.setdefault(kind, str(path.parent))
-    return finished
+                folder_by_kind.setdefault(kind, str(path.parent))
+    return folder_by_kind
 
 
-def _time_answers(config: AutoConfig, unknown: FirstAnswers, began: float, config_for: ConfigFor) -> FirstAnswers:
+def _time_answers(config: AutoConfig, facts: FirstAnswers, began: float, config_for: ConfigFor) -> FirstAnswers:
     """Let the target answer for a short time. The answers are kept; the step `responses` adds to them."""
-    pipeline = configure_pipeline(config, NO_CHOICE, unknown, config_for)
+    pipeline = configure_pipeline(config, NO_CHOICE, facts, config_for)
     folder = pipeline.folder / "responses"
     earlier = seconds_spent(folder)  # by a look whose minutes were too few
-    short_answers: dict[str, object] = {MINUTES: auto_choice.first_minutes(config) + earlier / 60, "smallest_batch": 1}
+    look_options: dict[str, object] = {MINUTES: auto_choice.first_minutes(config) + earlier / 60, "smallest_batch": 1}
     first_steps = {name: pipeline.steps[name] for name in ("prompts", "responses")}
-    first_pipeline = replace(pipeline, steps=first_steps, more={"responses": short_answers})
+    first_pipeline = replace(pipeline, steps=first_steps, more={"responses": look_options})
     log = pipeline.folder / LOG
     with Stage("looking at the target", most=60 * config.minutes + began - time.monotonic()):
         for step in plan_steps(first_pipeline, config_for):
@@ -252,44 +252,44 @@ def _time_answers(config: AutoConfig, unknown: FirstAnswers, began: float, confi
             # The pipeline then finds the step begun.
             if status := steps.run_command(step.script, step.words, step.settings, log):
                 raise UserError(f"{config.answerer}: step {step.name} failed (exit status {status}); see {log}")
-        seconds = time.monotonic() - step_began
+        step_seconds = time.monotonic() - step_began
     summary = read_mapping(folder / SUMMARY_FILE, "summary of answers", _REMEDY)
     answering_seconds = seconds_spent(folder)
-    tokens, count, prompts = (int(str(summary[name])) for name in ("tokens", "responses", "prompts"))
-    if not tokens:
+    n_tokens, n_answers, n_prompts = (int(str(summary[name])) for name in ("tokens", "responses", "prompts"))
+    if not n_tokens:
         raise UserError(f"{config.answerer}: it answered no prompt; see {log}")
     return replace(
-        unknown,
-        rows=unknown.rows if count >= prompts else min(unknown.rows, count),  # fewer where a batch was too slow
-        tokens_per_second=tokens / answering_seconds,
-        answer_tokens=tokens / count,
-        prompts=prompts,
-        answered=count,
-        loading=max(0.0, seconds - answering_seconds + earlier) / 60,
+        facts,
+        rows=facts.rows if n_answers >= n_prompts else min(facts.rows, n_answers),  # fewer where a batch was too slow
+        tokens_per_second=n_tokens / answering_seconds,
+        answer_tokens=n_tokens / n_answers,
+        prompts=n_prompts,
+        answered=n_answers,
+        loading=max(0.0, step_seconds - answering_seconds + earlier) / 60,
         spent=(time.monotonic() - began) / 60,
     )
 
 
 def _conclude(config: AutoConfig, folder: Path, plan: list[Step], config_for: ConfigFor) -> None:
     """Write the exports, and the recommendation: to the screen and to the folder's README.md."""
-    names = [step.name for step in plan]
-    there = config.server is not None
-    lines = replay_there(config, folder, names, config_for) if there else _describe_report(config, folder, plan)
-    lines += [_export(config, folder, name, config_for) for name in names if name in _EXPORTED]
+    step_names = [step.name for step in plan]
+    remote = config.server is not None
+    lines = replay_there(config, folder, step_names, config_for) if remote else _describe_report(config, folder, plan)
+    lines += [_export(config, folder, name, config_for) for name in step_names if name in _EXPORTED]
     write_atomically(folder / CARD_FILE, "".join(f"{line}\n\n" for line in lines).encode())
     print("\n".join([*lines, f"auto out_dir={folder} state=complete"]), flush=True)
 
 
 def _describe_report(config: AutoConfig, folder: Path, plan: list[Step]) -> list[str]:
     """The recommendation, and the commands that serve the drafters, repeat the report and measure longer texts."""
-    *_, report = plan
-    words, reports = report.words, read_reports(report.product, "remove it, and resume=true does the step again")
-    lines = [write_recommendation(reports), f"report: {report.product.with_name('report.html')}"]
-    names = [step.name for step in plan if step.name in _EXPORTED]
-    lines += [f"talk to it: {_write_command(config, 'serve', {'checkpoint': folder / name})}" for name in names]
-    lines += _describe_forecast(config, folder, names)
+    *_, last_step = plan
+    words, reports = last_step.words, read_reports(last_step.product, "remove it, and resume=true does the step again")
+    lines = [write_recommendation(reports), f"report: {last_step.product.with_name('report.html')}"]
+    step_names = [step.name for step in plan if step.name in _EXPORTED]
+    lines += [f"talk to it: {_write_command(config, 'serve', {'checkpoint': folder / name})}" for name in step_names]
+    lines += _describe_forecast(config, folder, step_names)
     if reports[0].conditions.load.busy:
-        lines.append(write_repeat_command(words, report.product.parent))
+        lines.append(write_repeat_command(words, last_step.product.parent))
     same_words = [word for word in words if word.partition("=")[0] not in _OF_SHORT_TEXTS]
     longer_command = ["evaluate-checkpoint", *same_words, *write_words({**_LONGER, "out_dir": folder / "longer"})]
     return [*lines, f"measure longer texts: {' '.join(map(quote_word, longer_command))}"]
@@ -297,7 +297,7 @@ def _describe_report(config: AutoConfig, folder: Path, plan: list[Step]) -> list
 
 def _describe_forecast(config: AutoConfig, folder: Path, names: Sequence[str]) -> list[str]:
     """The command that forecasts longer trainings of the drafters of the steps `names`; none if none was trained."""
-    kinds = [kind for kind, (step, _) in FORECAST_KINDS.items() if step in names and kind != NGRAMS.name]
+    kinds = [kind for kind, (step_name, _) in FORECAST_KINDS.items() if step_name in names and kind != NGRAMS.name]
     command = _write_command(config, "forecast", {
         "answers": folder / "responses/responses-*.jsonl", "prompts": folder / "prompts/heldout.jsonl", "kinds": kinds,
         MINUTES: config.minutes, "out_dir": folder / "forecast",
@@ -305,26 +305,26 @@ def _describe_forecast(config: AutoConfig, folder: Path, names: Sequence[str]) -
     return [f"what {config.minutes:g} minutes of each training would bring: {command}"] if kinds else []
 
 
-def _write_command(config: AutoConfig, command: str, options: Mapping[str, object]) -> str:
+def _write_command(config: AutoConfig, command_name: str, options: Mapping[str, object]) -> str:
     """A command line for the target, whose conversations are rendered as they were here."""
-    shared: dict[str, object] = {"target": config.target}
-    shared |= {"template": config.template} if config.template != "auto" else {}
-    shared |= {KWARGS: config.chat_template_kwargs} if config.chat_template_kwargs else {}
-    return " ".join(map(quote_word, ["outrider", command, *write_words(shared | dict(options))]))
+    target_options: dict[str, object] = {"target": config.target}
+    target_options |= {"template": config.template} if config.template != "auto" else {}
+    target_options |= {KWARGS: config.chat_template_kwargs} if config.chat_template_kwargs else {}
+    return " ".join(map(quote_word, ["outrider", command_name, *write_words(target_options | dict(options))]))
 
 
-def _export(config: AutoConfig, folder: Path, name: str, config_for: ConfigFor) -> str:
+def _export(config: AutoConfig, folder: Path, step_name: str, config_for: ConfigFor) -> str:
     """Write a drafter for an engine: llama.cpp if it can run target and drafter, else vLLM. Returns the folder."""
-    out_dir = folder / "export" / name
-    options: dict[str, object] = {"checkpoint": folder / name, "out_dir": out_dir, "resume": True}
+    out_dir = folder / "export" / step_name
+    options: dict[str, object] = {"checkpoint": folder / step_name, "out_dir": out_dir, "resume": True}
     is_gguf = (config.tokenizer or config.target).endswith(".gguf")
     if not config.server:
         options["target"] = config.target
-    elif is_gguf and name == SMALL_LM.name:  # only the file's header is read
+    elif is_gguf and step_name == SMALL_LM.name:  # only the file's header is read
         options["target"] = config.tokenizer
-    llama_cpp = is_gguf and name in ("eesd", SMALL_LM.name)
-    for engine in ["llama_cpp", "vllm"] if llama_cpp else ["vllm"]:
-        words = write_words({**options, "engine": engine})
-        if steps.run_command(_EXPORT, words, config_for(_EXPORT, words), folder / LOG) == 0:
+    fits_llama_cpp = is_gguf and step_name in ("eesd", SMALL_LM.name)
+    for engine in ["llama_cpp", "vllm"] if fits_llama_cpp else ["vllm"]:
+        cli_words = write_words({**options, "engine": engine})
+        if steps.run_command(_EXPORT, cli_words, config_for(_EXPORT, cli_words), folder / LOG) == 0:
             return f"for engines: {out_dir}; {out_dir / CARD_FILE} has their commands"
-    return f"no engine loads {folder / name}: {folder / LOG} says why"
+    return f"no engine loads {folder / step_name}: {folder / LOG} says why"

@@ -63,11 +63,11 @@ def calibrate(config: CalibrateConfig) -> None:
     """
     kind = kind_to_calibrate(config)
     target = find_target(config, kind)
-    memory = partial(plan_memory, config, kind, target.config)
+    make_plan = partial(plan_memory, config, kind, target.config)
     if config.plan:
-        print(memory(), flush=True)
+        print(make_plan(), flush=True)
         return
-    with training_run(config, memory, config.checkpoint) as run:
+    with training_run(config, make_plan, config.checkpoint) as run:
         config = with_heldout_of_drafter(config, kind)
         if config.answers == "recorded":
             require_answers_of(target, config.data)
@@ -77,19 +77,19 @@ def calibrate(config: CalibrateConfig) -> None:
         warn_of_template(config, plugin.training_record(config.checkpoint).data, target)
         identity = run.from_main(lambda: target.identity)
         record = {name: identity[name] for name in ("config", "tensors")} if target.is_seen else identity
-        dtype, ends = pick_dtype(config.dtype, target.config, run.device), end_tokens(target)
+        dtype, end_ids = pick_dtype(config.dtype, target.config, run.device), end_tokens(target)
         drafter = plugin.load(config.checkpoint, target, {}, dtype=dtype, device=run.device)
 
         def load_drafting() -> capture.Drafting:
             decode = load_decoder(config, kind, target, drafter, dtype, run.device)
-            draft_model = partial(plugin.draft_model, drafter, MethodConfig(kind.name))
-            return capture.Drafting(decode, draft_model, config.new_tokens, config.max_draft, ends)
+            make_draft_model = partial(plugin.draft_model, drafter, MethodConfig(kind.name))
+            return capture.Drafting(decode, make_draft_model, config.new_tokens, config.max_draft, end_ids)
 
         settings = {name: value for name, value in config.decisions().items() if name not in ("fit", "l2", "odds")}
         settings["format"] = 2  # 1 took indices of draft vocabularies for ids of end tokens
-        settings |= {"drafter": digest, "target": digest_of(record)[:16], "dtype": str(dtype), "ends": sorted(ends)}
+        settings |= {"drafter": digest, "target": digest_of(record)[:16], "dtype": str(dtype), "ends": sorted(end_ids)}
         texts = load_texts(config, target, position_limits({kind.name: drafter}))
-        largest_ids = [max(text.prompt + (text.answer or [])) for part in texts.values() for text in part]
+        largest_ids = [max(text.prompt + (text.answer or [])) for split_texts in texts.values() for text in split_texts]
         target = target.resize(max(*largest_ids, *(lm.config.vocab_size - 1 for lm in plugin.causal_lms(drafter))))
         limit = TimeLimit(config.minutes)
         captured = capture.capture_splits(run.out_dir, settings, texts, load_drafting, limit, run.state)
@@ -144,8 +144,8 @@ def with_heldout_of_drafter(config: CalibrateConfig, kind: Kind) -> CalibrateCon
 
     A share other than the default is kept, with a warning.
     """
-    data = kind.load_plugin().read_with(config.reading).training_record(config.checkpoint).data or {}
-    recorded, fraction = data.get("heldout_fraction"), config.data.heldout_fraction
+    data_settings = kind.load_plugin().read_with(config.reading).training_record(config.checkpoint).data or {}
+    recorded, fraction = data_settings.get("heldout_fraction"), config.data.heldout_fraction
     if not isinstance(recorded, float) or not 0 < recorded < 1 or recorded == fraction:
         return config
     is_explicit = fraction != DataConfig.heldout_fraction
@@ -168,41 +168,41 @@ def find_target(config: CalibrateConfig, kind: Kind) -> OpenTarget:
     return open_given(config, by_layers=kind.layers)
 
 
-def warn_of_template(config: CalibrateConfig, trained_on: Mapping[str, object] | None, target: OpenTarget) -> None:
+def warn_of_template(config: CalibrateConfig, data_settings: Mapping[str, object] | None, target: OpenTarget) -> None:
     """Warn if conversations are rendered by another template here than in the training of the drafter."""
-    of_drafter = templates_of(trained_on, target.tokenizer)
-    templates = templates_of(config.data.decisions(), target.tokenizer) - of_drafter
-    if of_drafter and templates:
-        names = " and ".join(sorted(of_drafter))
+    drafter_templates = templates_of(data_settings, target.tokenizer)
+    templates = templates_of(config.data.decisions(), target.tokenizer) - drafter_templates
+    if drafter_templates and templates:
+        names = " and ".join(sorted(drafter_templates))
         warn(f"data.template={' and '.join(sorted(templates))}: the drafter in {config.checkpoint} learned by {names}")
 
 
 def load_texts(
-    config: CalibrateConfig, target: OpenTarget, limits: Sequence[int]
+    config: CalibrateConfig, target: OpenTarget, context_limits: Sequence[int]
 ) -> dict[Split, list[capture.TextToContinue]]:
     """The texts of each split to continue. limits: context limits of the drafter, in tokens. Raises `UserError` if a
     split has none, and if no prompt leaves room for the new tokens."""
-    context = min([context_limit(target.config), *limits])
-    longest = min(config.seq_len, context - config.new_tokens)
-    if longest < 1:
+    context = min([context_limit(target.config), *context_limits])
+    prompt_limit = min(config.seq_len, context - config.new_tokens)
+    if prompt_limit < 1:
         raise UserError(f"new_tokens={config.new_tokens}: expected less than the context of {context} tokens")
-    counts: dict[Split, int] = {"train": config.prompts, "heldout": config.heldout_prompts}
-    by_split, has_answers = dict[Split, list[capture.TextToContinue]](), config.answers == "recorded"
-    for split, count in counts.items():
+    max_counts: dict[Split, int] = {"train": config.prompts, "heldout": config.heldout_prompts}
+    texts_by_split, has_answers = dict[Split, list[capture.TextToContinue]](), config.answers == "recorded"
+    for split, max_texts in max_counts.items():
         load = load_top_k_rows if has_answers else load_rows
-        rows = load(config.data, target.tokenizer, config.seq_len, split, max_rows=count)
+        rows = load(config.data, target.tokenizer, config.seq_len, split, max_rows=max_texts)
         if has_answers:
             texts = [text for index in range(len(rows)) if (text := capture.recorded_text(rows[index])) is not None]
             say(f"calibrate split={split} answers={len(texts)} not_greedy={len(rows) - len(texts)}")
-            texts = [text for text in texts if len(text.prompt) <= longest]
+            texts = [text for text in texts if len(text.prompt) <= prompt_limit]
         else:
-            texts = [capture.TextToContinue(heldout_prompt(rows[index])[-longest:]) for index in range(len(rows))]
+            texts = [capture.TextToContinue(heldout_prompt(rows[index])[-prompt_limit:]) for index in range(len(rows))]
         if not texts:
             raise UserError(f"data={config.data.source}: expected a text of the {split} split that can be continued")
-        if len(texts) < count:
-            say(f"calibrate split={split}: {len(texts)} texts, not {count}: there are no more")
-        by_split[split] = texts
-    return by_split
+        if len(texts) < max_texts:
+            say(f"calibrate split={split}: {len(texts)} texts, not {max_texts}: there are no more")
+        texts_by_split[split] = texts
+    return texts_by_split
 
 
 def load_decoder(
@@ -213,18 +213,18 @@ def load_decoder(
     The drafter `model` is prepared for decoding too. Of the target only the layers that the drafter shares are read if
     the answers are recorded.
     """
-    layers = layers_read(config, kind)
-    if layers == 0:
+    layer_count = layers_read(config, kind)
+    if layer_count == 0:
         lay_out(model, device)
         sizes = {"vocabulary": target.config.vocab_size, "width": target.config.hidden_size}
         return partial(replay, session=partial(RecordedSession, **sizes, device=device))
-    if layers is None:
+    if layer_count is None:
         stack = load_stack(target, None, dtype, device, by_layers=kind.layers)
         prepare_models(stack, {kind.name: model})
         return partial(speculative, stack)
-    first = target.stack(range(layers), dtype=dtype, device=device, coded=device.type == "cpu")
-    prepare_models(first, {kind.name: model})
-    return partial(replay, session=partial(FirstLayersSession, first))
+    first_layers = target.stack(range(layer_count), dtype=dtype, device=device, coded=device.type == "cpu")
+    prepare_models(first_layers, {kind.name: model})
+    return partial(replay, session=partial(FirstLayersSession, first_layers))
 
 
 # --- the head, and the captured tokens as rows
@@ -252,12 +252,12 @@ class CalibrationStudent(Student):
         self.register_buffer("mean_odds", draft_odds.mean(), persistent=False)
         self.register_buffer("scale_odds", draft_odds.std().clamp_min(1e-6), persistent=False)
         for name in ("target", "draft"):
-            values = captured[f"{name}_hidden"].float()
-            self.register_buffer(f"mean_{name}", values.mean(0), persistent=False)
-            self.register_buffer(f"scale_{name}", values.std(0).clamp_min(1e-6), persistent=False)
+            hidden_states = captured[f"{name}_hidden"].float()
+            self.register_buffer(f"mean_{name}", hidden_states.mean(0), persistent=False)
+            self.register_buffer(f"scale_{name}", hidden_states.std(0).clamp_min(1e-6), persistent=False)
         self.head = CalibrationHead(self.mean_target.shape[0], self.mean_draft.shape[0])
-        accepted = captured["label"].float().mean().clamp(0.01, 0.99)
-        nn.init.constant_(self.head.bias, float(accepted.logit()))
+        acceptance_rate = captured["label"].float().mean().clamp(0.01, 0.99)
+        nn.init.constant_(self.head.bias, float(acceptance_rate.logit()))
         nn.init.constant_(self.head.odds, float(self.scale_odds) if odds else 0.0)
         self.head.odds.requires_grad_(odds)
 
@@ -270,12 +270,12 @@ class CalibrationStudent(Student):
         Inputs are rows of `Examples`. There are thousands of weights and only thousands of tokens, so a head without l2
         is overconfident. The weight of the draft's own odds is not penalised.
         """
-        keep = labels != IGNORE
-        target = (target_hidden[keep].float() - self.mean_target) / self.scale_target
-        draft = (draft_hidden[keep].float() - self.mean_draft) / self.scale_draft
-        odds = (log_odds(confidence[keep].log()) - self.mean_odds) / self.scale_odds
-        logits = self.head.weigh(target, draft, position[keep], odds)
-        loss = nn.functional.binary_cross_entropy_with_logits(logits, labels[keep].float(), reduction="sum")
+        mask = labels != IGNORE
+        target_input = (target_hidden[mask].float() - self.mean_target) / self.scale_target
+        draft_input = (draft_hidden[mask].float() - self.mean_draft) / self.scale_draft
+        odds = (log_odds(confidence[mask].log()) - self.mean_odds) / self.scale_odds
+        logits = self.head.weigh(target_input, draft_input, position[mask], odds)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, labels[mask].float(), reduction="sum")
         penalty = self.head.target.square().sum() + self.head.draft.square().sum()
         return {"loss_sum": loss + self.l2 * len(logits) * penalty}
 
@@ -298,18 +298,18 @@ class Examples:
         self.captured = captured
 
     def __len__(self) -> int:
-        return -(-len(self.captured["label"]) // capture.EXAMPLES)
+        return -(-len(self.captured["label"]) // capture.ROW_TOKENS)
 
     def __getitem__(self, index: int) -> Batch:
-        part = {
-            name: value[index * capture.EXAMPLES : (index + 1) * capture.EXAMPLES]
+        chunk = {
+            name: value[index * capture.ROW_TOKENS : (index + 1) * capture.ROW_TOKENS]
             for name, value in self.captured.items()
         }
-        part = {name: part[name] for name in ("target_hidden", "draft_hidden", "position", "confidence", "label")}
-        padding = capture.EXAMPLES - len(part["label"])
-        row = {name: nn.functional.pad(v, (0, 0) * (v.ndim - 1) + (0, padding)) for name, v in part.items()}
+        chunk = {name: chunk[name] for name in ("target_hidden", "draft_hidden", "position", "confidence", "label")}
+        pad_count = capture.ROW_TOKENS - len(chunk["label"])
+        row = {name: nn.functional.pad(v, (0, 0) * (v.ndim - 1) + (0, pad_count)) for name, v in chunk.items()}
         labels = row.pop("label").long()
-        labels[capture.EXAMPLES - padding :] = IGNORE
+        labels[capture.ROW_TOKENS - pad_count :] = IGNORE
         return {**row, "labels": labels}
 
 
@@ -319,36 +319,36 @@ class Examples:
 def save_head(
     config: CalibrateConfig,
     kind: Kind,
-    digest: str,
+    drafter_digest: str,
     head: CalibrationHead,
     captured: Mapping[Split, Batch],
-    facts: Mapping[str, object],
+    head_facts: Mapping[str, object],
 ) -> None:
     """Fit the head's temperatures, write its scores, and store it with its drafter."""
-    tempering = calibration_scores.temper_head(head, captured["heldout"], keep=config.odds)
+    temper_scores = calibration_scores.temper_head(head, captured["heldout"], keep=config.odds)
     scores = calibration_scores.score_head(
         head, captured["train"], capture.select_tested(calibration_scores.rounds_of_later_half(captured["heldout"]))
     )
-    report = {**scores, "survival": tempering}
+    report = {**scores, "survival": temper_scores}
     write_json(Path(config.out_dir) / "calibration.json", report)
     write_atomically(Path(config.out_dir) / "reliability.png", calibration_scores.plot_reliability(scores))
     folder = require_writable(Path(config.checkpoint) / str(kind.calibration))
-    save_calibration(folder, head, digest, {**facts, "heldout": report})
-    for name, row in scores["predictors"].items():
-        print(f"calibration predictor={name} brier={row['brier']:.4f} ece={row['ece']:.4f}", flush=True)
-    errors = f"ece_before={tempering['ece_before']:.4f} ece_after={tempering['ece_after']:.4f}"
-    print(f"calibration survival {errors} temperatures={'kept' if tempering['kept'] else 'none'}", flush=True)
-    print(f"saved calibration={folder} examples={facts['examples']}", flush=True)
+    save_calibration(folder, head, drafter_digest, {**head_facts, "heldout": report})
+    for predictor, metrics in scores["predictors"].items():
+        print(f"calibration predictor={predictor} brier={metrics['brier']:.4f} ece={metrics['ece']:.4f}", flush=True)
+    ece_text = f"ece_before={temper_scores['ece_before']:.4f} ece_after={temper_scores['ece_after']:.4f}"
+    print(f"calibration survival {ece_text} temperatures={'kept' if temper_scores['kept'] else 'none'}", flush=True)
+    print(f"saved calibration={folder} examples={head_facts['examples']}", flush=True)
 
 
-def plan_memory(config: CalibrateConfig, kind: Kind, target: PreTrainedConfig) -> memory_plan.Plan:
+def plan_memory(config: CalibrateConfig, kind: Kind, target_config: PreTrainedConfig) -> memory_plan.Plan:
     """The memory of each device while the head's training data is captured, with a target of this config."""
     device = memory_plan.planned_device()
-    positions = min(config.seq_len + config.new_tokens, context_limit(target))  # of the longest text
-    storage = memory_plan.Storage.of(config.dtype, target, positions, device)
+    max_positions = min(config.seq_len + config.new_tokens, context_limit(target_config))  # of the longest text
+    storage = memory_plan.Storage.of(config.dtype, target_config, max_positions, device)
     plugin = kind.load_plugin().read_with(config.reading)
-    parts = memory_plan.target_memory(target, storage, layers_read(config, kind))
-    parts += memory_plan.drafter_memory(kind, plugin, config.checkpoint, target, storage)
+    memory_parts = memory_plan.target_memory(target_config, storage, layers_read(config, kind))
+    memory_parts += memory_plan.drafter_memory(kind, plugin, config.checkpoint, target_config, storage)
     return memory_plan.Plan(
-        parts, {"positions": positions, "dtype": memory_plan.dtype_name(config.dtype, target, device)}
+        memory_parts, {"positions": max_positions, "dtype": memory_plan.dtype_name(config.dtype, target_config, device)}
     )

@@ -36,7 +36,7 @@ from outrider.train.parts.head_student import HeadStudent
 from outrider.train.parts.head_training import HeadKind, train_head, warn_of_other_trainer
 from outrider.train.parts.on_policy import row_generator
 from outrider.train.parts.parallel import unused_token
-from outrider.train.parts.position_weights import Product
+from outrider.train.parts.position_weights import Factors
 from outrider.train.parts.steps import Predictions, QueriesAt, positions_to_run
 from outrider.train.settings.drafters import DSparkConfig
 
@@ -47,46 +47,46 @@ def train_dspark(config: DSparkConfig) -> None:
     Raises `UserError` for an unusable target, drafter, data set or directory, before any weight is read.
     """
     target = open_target(config.target, config.revision)
-    stored = None if config.start is None else drafters.open_drafter(config.start, target.config)
-    if stored is not None:
-        warn_of_other_trainer(config, stored, DFLASH)
-    reading = reading_of(config, stored, target)
+    stored_drafter = None if config.start is None else drafters.open_drafter(config.start, target.config)
+    if stored_drafter is not None:
+        warn_of_other_trainer(config, stored_drafter, DFLASH)
+    block_reading = reading_of(config, stored_drafter, target)
 
     def save(trained: DFlash) -> str:
         """As serving engines load it."""
-        drafter = copy.deepcopy(trained).to(stored_dtype(target.config)).requires_grad_(False)
-        made_here = stored is None or stored.made_here
-        drafters.save_drafter(Path(config.out_dir), drafter, target.config, made_here=made_here)
-        return drafters.describe_use(reading)
+        drafter_copy = copy.deepcopy(trained).to(stored_dtype(target.config)).requires_grad_(False)
+        is_made_here = stored_drafter is None or stored_drafter.made_here
+        drafters.save_drafter(Path(config.out_dir), drafter_copy, target.config, made_here=is_made_here)
+        return drafters.describe_use(block_reading)
 
-    def new_student(stack: LayerStack, head: DFlash) -> DSparkStudent:
-        return DSparkStudent(stack, head, config)
+    def new_student(target_stack: LayerStack, head: DFlash) -> DSparkStudent:
+        return DSparkStudent(target_stack, head, config)
 
-    facts = {"block": reading.drafted, "markov_rank": reading.markov_rank}
+    card_facts = {"block": block_reading.drafted, "markov_rank": block_reading.markov_rank}
     kind = HeadKind(
-        command="dspark", facts=facts, module=DFlash, new=drafters.new_drafter, student=new_student,
-        steps=reading.drafted, drafts=OneBlock, record=drafters.TRAINING_FILE, save=save,
+        command="dspark", facts=card_facts, module=DFlash, new=drafters.new_drafter, student=new_student,
+        steps=block_reading.drafted, drafts=OneBlock, record=drafters.TRAINING_FILE, save=save,
     )  # fmt: skip
-    train_head(config, target, stored, reading, kind)
+    train_head(config, target, stored_drafter, block_reading, kind)
 
 
-def reading_of(config: DSparkConfig, stored: drafters.StoredBlock | None, target: OpenTarget) -> BlockReading:
+def reading_of(config: DSparkConfig, stored_drafter: drafters.StoredBlock | None, target: OpenTarget) -> BlockReading:
     """The reading of the drafter to train. Raises `UserError` if it cannot be trained with it."""
-    if stored is not None:
-        reading = stored.reading
+    if stored_drafter is not None:
+        reading = stored_drafter.reading
         if {*reading.spans} != {(None, False)} or not reading.own_head:
             raise UserError(f"start={config.start}: only drafters are trained whose rows see each other and the whole "
                             "text, and that have a head")  # fmt: skip
         if reading.confidence != "none":
             warn(f"start={config.start}: its confidence head does not learn along; calibrate the result")
     else:
-        mask = unused_token(target.tokenizer, target.config.vocab_size)
-        config.require("target", mask < target.config.vocab_size, "a model with a token that no text has: the mask")
-        shape = {name: getattr(config, name) for name in ("taps", "layers", "markov_rank", "intermediate")}
-        shape |= {"drafted": config.block, "draft_vocabulary": config.draft_vocabulary}
-        reading = new_reading(target.config, mask_token=mask, **shape)
-        layers = target.config.num_hidden_layers
-        config.require("taps", reading.taps[-1] <= layers, f"0 to {layers}, the target's layers")
+        mask_id = unused_token(target.tokenizer, target.config.vocab_size)
+        config.require("target", mask_id < target.config.vocab_size, "a model with a token that no text has: the mask")
+        reading_options = {name: getattr(config, name) for name in ("taps", "layers", "markov_rank", "intermediate")}
+        reading_options |= {"drafted": config.block, "draft_vocabulary": config.draft_vocabulary}
+        reading = new_reading(target.config, mask_token=mask_id, **reading_options)
+        layer_count = target.config.num_hidden_layers
+        config.require("taps", reading.taps[-1] <= layer_count, f"0 to {layer_count}, the target's layers")
     require_context(target.config, config.seq_len, config.decode_tokens)
     return reading
 
@@ -112,55 +112,55 @@ class DSparkStudent(HeadStudent):
     def draw(self, loss_mask: Tensor, input_ids: Tensor) -> Tensor:
         if self.anchors == 1:
             return loss_mask
-        numbers = [row_generator(self.seed, self.step, row).random(len(row)) for row in input_ids]
-        return loss_mask & (torch.from_numpy(np.stack(numbers)) < self.anchors).to(loss_mask.device)[..., None]
+        uniforms = [row_generator(self.seed, self.step, row_ids).random(len(row_ids)) for row_ids in input_ids]
+        return loss_mask & (torch.from_numpy(np.stack(uniforms)) < self.anchors).to(loss_mask.device)[..., None]
 
-    def product(self, predictions: Predictions, input_ids: Tensor) -> Product:
+    def product(self, predictions: Predictions, input_ids: Tensor) -> Factors:
         """The bias of the Markov head is a part of the product: its embedding stands beside the hidden states."""
         lm_head, markov = self.head.lm_head, self.head.markov_head
         assert lm_head is not None
         if markov is None:
             return predictions.hidden, lm_head.weight
-        before = input_ids.flatten()[predictions.labels]  # [n], the token before the predicted one
-        states = torch.cat([predictions.hidden, F.embedding(before, markov.markov_w1.weight)], dim=-1)  # [n, H + r]
+        prev_ids = input_ids.flatten()[predictions.labels]  # [n], the token before the predicted one
+        states = torch.cat([predictions.hidden, F.embedding(prev_ids, markov.markov_w1.weight)], dim=-1)  # [n, H + r]
         return states, torch.cat([lm_head.weight, markov.markov_w2.weight], dim=1)  # [V', H + r]
 
     def unroll(
-        self, input_ids: Tensor, positions: Tensor, documents: Tensor, aux: Tensor, loss_mask: Tensor
+        self, input_ids: Tensor, positions: Tensor, documents: Tensor, aux_states: Tensor, loss_mask: Tensor
     ) -> Predictions:
-        head, (count, length, slots) = self.head, loss_mask.shape
-        rows, flat_mask, flat_ids = head.reading.block, loss_mask.flatten(0, 1), input_ids.flatten()
-        head.reserve(length + rows)
+        head, (batch_size, row_length, slot_count) = self.head, loss_mask.shape
+        block_size, flat_mask, flat_ids = head.reading.block, loss_mask.flatten(0, 1), input_ids.flatten()
+        head.reserve(row_length + block_size)
         if input_ids.device.type == "cpu":  # as one row, since attention goes from document to document
-            documents = (documents + (length + 1) * torch.arange(count)[:, None]).view(1, -1)
-        band, is_run = packed_band(documents), flat_mask.any(-1).view_as(documents)
-        everywhere = torch.arange(len(flat_ids), device=flat_ids.device).view_as(documents)
-        picks = positions_to_run(is_run)
-        last = everywhere if picks is None else picks  # [R, N], flat indices of the last positions of contexts
-        mask = QueriesAt.of(band, documents, (last % documents.shape[1]).repeat_interleave(rows, dim=1))
+            documents = (documents + (row_length + 1) * torch.arange(batch_size)[:, None]).view(1, -1)
+        text_band, run_mask = packed_band(documents), flat_mask.any(-1).view_as(documents)
+        all_indices = torch.arange(len(flat_ids), device=flat_ids.device).view_as(documents)
+        picks = positions_to_run(run_mask)
+        anchors = all_indices if picks is None else picks  # [R, N], flat indices of the last positions of contexts
+        mask = QueriesAt.of(text_band, documents, (anchors % documents.shape[1]).repeat_interleave(block_size, dim=1))
 
         # Read from the module that holds it, unlike in `DraftHead.embed`, as launchers that shard weights expect.
         embedding = (head.embed_tokens or self.stack.embed_tokens).weight
-        ids = torch.full((*last.shape, rows), head.reading.mask_token, device=last.device)  # [R, N, rows]
-        ids[..., 0] = flat_ids[(last + 1) % len(flat_ids)]
-        blocks = F.embedding(ids.flatten(1), embedding).float() * head.reading.embedding_scale  # [R, N · rows, H]
-        features = head.features(aux.float()).view(*documents.shape, -1)  # [R, T, H]
-        cache = PackedBlocks(rows)
+        ids = torch.full((*anchors.shape, block_size), head.reading.mask_token, device=anchors.device)  # [R, N, K]
+        ids[..., 0] = flat_ids[(anchors + 1) % len(flat_ids)]
+        block_embeds = F.embedding(ids.flatten(1), embedding).float() * head.reading.embedding_scale  # [R, N · K, H]
+        features = head.features(aux_states.float()).view(*documents.shape, -1)  # [R, T, H]
+        cache = PackedBlocks(block_size)
         head.store_context(features, head.rotary(positions.view_as(documents)), cache)
-        rotary = head.rotary(block_positions(positions.flatten()[last], rows))
-        run = partial(head.run, masks=[mask] * head.reading.layers, rotary=rotary, cache=cache)
+        rotary = head.rotary(block_positions(positions.flatten()[anchors], block_size))
+        run_layers = partial(head.run, masks=[mask] * head.reading.layers, rotary=rotary, cache=cache)
         if self.recomputes and torch.is_grad_enabled():
-            run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
-        hidden = run(blocks)
-        first = rows - head.reading.drafted
-        hidden = hidden.unflatten(1, (-1, rows))[:, :, first : first + slots]
-        return predictions_of(hidden, last, flat_mask[last])
+            run_layers = partial(checkpoint, run_layers, use_reentrant=False, preserve_rng_state=False)
+        hidden = run_layers(block_embeds)
+        first_drafted = block_size - head.reading.drafted
+        hidden = hidden.unflatten(1, (-1, block_size))[:, :, first_drafted : first_drafted + slot_count]
+        return predictions_of(hidden, anchors, flat_mask[anchors])
 
 
-def predictions_of(hidden: Tensor, last: Tensor, has_loss: Tensor) -> Predictions:
+def predictions_of(hidden: Tensor, anchors: Tensor, has_loss: Tensor) -> Predictions:
     """The rows of blocks, hidden [R, N, slots, H], where `has_loss` [R, N, slots], ordered by their labels.
     last [R, N]: the last position of each block's context."""
-    slots = torch.arange(has_loss.shape[-1], device=last.device).expand_as(has_loss)  # [R, N, slots]
-    labels = last[..., None] + 1 + slots
-    label, order = labels[has_loss].sort(stable=True)
-    return Predictions(F.embedding(order, hidden[has_loss]), label, slots[has_loss][order])
+    slot_numbers = torch.arange(has_loss.shape[-1], device=anchors.device).expand_as(has_loss)  # [R, N, slot_numbers]
+    label_indices = anchors[..., None] + 1 + slot_numbers
+    sorted_indices, order = label_indices[has_loss].sort(stable=True)
+    return Predictions(F.embedding(order, hidden[has_loss]), sorted_indices, slot_numbers[has_loss][order])

@@ -43,7 +43,7 @@ from outrider.train.parts.drafter import require_context
 from outrider.train.parts.head_student import HeadStudent
 from outrider.train.parts.head_training import HeadKind, train_head, warn_of_other_trainer
 from outrider.train.parts.on_policy import draw_depths
-from outrider.train.parts.position_weights import Product
+from outrider.train.parts.position_weights import Factors
 from outrider.train.parts.steps import WATCHED_DRAFT, Predictions, QueriesAt, positions_to_run
 from outrider.train.settings.drafters import Eagle3Config
 
@@ -55,28 +55,28 @@ def train_eagle3(config: Eagle3Config) -> None:
     """
     target = open_target(config.target, config.revision)
     stored_head = open_start(config, target)
-    reading = reading_of(config, stored_head, target.config)
-    train_head(config, target, stored_head, reading, kind_of(config, stored_head, reading, target.config))
+    head_reading = reading_of(config, stored_head, target.config)
+    train_head(config, target, stored_head, head_reading, kind_of(config, stored_head, head_reading, target.config))
 
 
 def kind_of(
-    config: Eagle3Config, stored_head: heads.StoredHead | None, reading: Reading, target: PreTrainedConfig
+    config: Eagle3Config, stored_head: heads.StoredHead | None, head_reading: Reading, target_config: PreTrainedConfig
 ) -> HeadKind:
     """What is particular to the training of a head of this reading. stored_head: its start, if any."""
-    is_mtp = isinstance(reading, MtpReading)
+    is_mtp = isinstance(head_reading, MtpReading)
 
-    def new_student(stack: LayerStack, head: Eagle3) -> Eagle3Student:
-        return (MtpStudent if is_mtp else Eagle3Student)(stack, head, config)
+    def new_student(target_stack: LayerStack, head: Eagle3) -> Eagle3Student:
+        return (MtpStudent if is_mtp else Eagle3Student)(target_stack, head, config)
 
     def save(trained_head: Eagle3) -> str:
         """As serving engines load it."""
-        out_dir, dtype = Path(config.out_dir), stored_dtype(target)
+        out_dir, dtype = Path(config.out_dir), stored_dtype(target_config)
         if isinstance(stored_head, StoredMtp):
             save_mtp(out_dir, trained_head, stored_head, dtype)
             return USE
         head, made_here = copy.deepcopy(trained_head).to(dtype), stored_head is None or stored_head.made_here
-        steps = min(config.draft_steps, 7)
-        heads.save_head(out_dir, head, config.dialect, target, config.target, steps, made_here=made_here)
+        draft_length = min(config.draft_steps, 7)
+        heads.save_head(out_dir, head, config.dialect, target_config, config.target, draft_length, made_here=made_here)
         return heads.describe_use(config.dialect)
 
     facts = {"draft_steps": config.draft_steps}
@@ -105,18 +105,18 @@ def reading_of(config: Eagle3Config, stored_head: heads.StoredHead | None, targe
     if stored_head is not None:
         reading = stored_head.reading
     else:
-        shape = {name: getattr(config, name) for name in ("taps", "version", "draft_vocabulary", "intermediate")}
-        reading = new_reading(target, **shape)
+        options = {name: getattr(config, name) for name in ("taps", "version", "draft_vocabulary", "intermediate")}
+        reading = new_reading(target, **options)
         if reading.taps[-1] > target.num_hidden_layers:
             raise UserError(f"taps={list(reading.taps)}: expected 0 to {target.num_hidden_layers}, the target's layers")
     if set(reading.windows) != {None}:
         raise UserError(f"start={config.start}: its layers see {list(reading.windows)} positions; only heads that see "
                         "all of them are trained here")  # fmt: skip
     if isinstance(reading, MtpReading):
-        why = "an MTP head is written in the spelling in which it was read"
-        require_defaults(config, ("reading", "dialect"), why)
-        has_matrix = config.train_head or reading.own_head
-        config.require("train_head", has_matrix, "true, as the logits' matrix of this MTP head is the target's")
+        reason = "an MTP head is written in the spelling in which it was read"
+        require_defaults(config, ("reading", "dialect"), reason)
+        has_lm_head = config.train_head or reading.own_head
+        config.require("train_head", has_lm_head, "true, as the logits' matrix of this MTP head is the target's")
     else:
         require_expressible(reading, heads.head_shapes(reading), config.dialect, target)
     require_context(target, config.seq_len, config.decode_tokens)
@@ -133,8 +133,8 @@ class Eagle3Student(HeadStudent):
     head: Eagle3
 
     def __init__(self, stack: LayerStack, head: Eagle3, config: Eagle3Config) -> None:
-        steps = config.draft_steps
-        super().__init__(stack, head, config, steps, [config.keep**step for step in range(steps)])
+        step_count = config.draft_steps
+        super().__init__(stack, head, config, step_count, [config.keep**step for step in range(step_count)])
         self.keep = config.keep
         if head.reading.own_head:
             head.lm_head.requires_grad_(config.train_head)
@@ -144,52 +144,52 @@ class Eagle3Student(HeadStudent):
             return loss_mask
         return loss_mask & draw_depths(self.keep, self.steps, self.seed, self.step, input_ids)
 
-    def product(self, predictions: Predictions, input_ids: Tensor) -> Product:
+    def product(self, predictions: Predictions, input_ids: Tensor) -> Factors:
         return self.head.normalise(predictions.hidden), self.head.lm_head.weight  # [n, H], [V', H]
 
-    def features(self, aux: Tensor) -> Tensor:
+    def features(self, aux_states: Tensor) -> Tensor:
         """aux [B, T, k · H_t], the target's aux hidden states → the features of step 0 [B, T, H]."""
-        return self.head.features(aux.float())
+        return self.head.features(aux_states.float())
 
     def unroll(
-        self, input_ids: Tensor, positions: Tensor, documents: Tensor, aux: Tensor, loss_mask: Tensor
+        self, input_ids: Tensor, positions: Tensor, documents: Tensor, aux_states: Tensor, loss_mask: Tensor
     ) -> Predictions:
         """Step 0 runs at all positions, to which later steps attend, and a later one where it or one after it has a
         loss."""
-        head, (count, length, steps) = self.head, loss_mask.shape
-        head.reserve(length + steps)
+        head, (batch_size, row_length, step_count) = self.head, loss_mask.shape
+        head.reserve(row_length + step_count)
         if input_ids.device.type == "cpu":  # as one row, since attention goes from document to document
-            documents = (documents + (length + 1) * torch.arange(count)[:, None]).view(1, -1)
+            documents = (documents + (row_length + 1) * torch.arange(batch_size)[:, None]).view(1, -1)
         band = packed_band(documents)
-        is_run = (loss_mask.flip(-1).cumsum(-1).flip(-1) > 0).flatten(0, 1)  # [B · T, steps]: a loss here or later
-        mask, at = band, torch.arange(len(is_run), device=is_run.device).view_as(documents)  # where the step runs
+        is_run = (loss_mask.flip(-1).cumsum(-1).flip(-1) > 0).flatten(0, 1)  # [B · T, step_count]: a loss here or later
+        mask, indices = band, torch.arange(len(is_run), device=is_run.device).view_as(documents)  # where the step runs
         # Read from the module that holds it, unlike in `Eagle3.embed`, as launchers that shard weights expect.
         embedding = F.embedding(input_ids, (head.embed_tokens or self.stack.embed_tokens).weight).float()
-        features = self.features(aux).float().view(*at.shape, -1)
-        cache, outputs, rows, labels = Steps(), list[Tensor](), list[Tensor](), list[Tensor]()
-        for step in range(steps):
-            if step and (picks := positions_to_run(is_run[at, step])) is not None:
-                features, at = F.embedding(picks, features.flatten(0, 1)), at.flatten()[picks]
-                cache.picks[step], mask = picks, QueriesAt.of(band, documents, at % documents.shape[1])
-            cache.tokens[step] = (at + 1 + step) % len(is_run)
-            run = partial(self._run_step, cache, step, mask, positions.flatten()[at])
+        features = self.features(aux_states).float().view(*indices.shape, -1)
+        cache, outputs, output_rows, label_indices = Steps(), list[Tensor](), list[Tensor](), list[Tensor]()
+        for step in range(step_count):
+            if step and (picks := positions_to_run(is_run[indices, step])) is not None:
+                features, indices = F.embedding(picks, features.flatten(0, 1)), indices.flatten()[picks]
+                cache.picks[step], mask = picks, QueriesAt.of(band, documents, indices % documents.shape[1])
+            cache.tokens[step] = (indices + 1 + step) % len(is_run)
+            run_step = partial(self._run_step, cache, step, mask, positions.flatten()[indices])
             if self.recomputes and torch.is_grad_enabled():
-                run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
-            features, embedding = run(embedding, features), embedding[:, :0]
-            has_loss = loss_mask.flatten(0, 1)[at, step]
-            rows.append(has_loss.flatten().nonzero()[:, 0] + sum(map(len, outputs)))
-            labels.append(at[has_loss] + 1 + step)
+                run_step = partial(checkpoint, run_step, use_reentrant=False, preserve_rng_state=False)
+            features, embedding = run_step(embedding, features), embedding[:, :0]
+            has_loss = loss_mask.flatten(0, 1)[indices, step]
+            output_rows.append(has_loss.flatten().nonzero()[:, 0] + sum(map(len, outputs)))
+            label_indices.append(indices[has_loss] + 1 + step)
             outputs.append(features.flatten(0, 1))
-        step_numbers = torch.cat([torch.full_like(part, step) for step, part in enumerate(labels)])
-        label, order = torch.cat(labels).sort(stable=True)
-        return Predictions(F.embedding(torch.cat(rows)[order], torch.cat(outputs)), label, step_numbers[order])
+        step_numbers = torch.cat([torch.full_like(chunk, step) for step, chunk in enumerate(label_indices)])
+        label, order = torch.cat(label_indices).sort(stable=True)
+        return Predictions(F.embedding(torch.cat(output_rows)[order], torch.cat(outputs)), label, step_numbers[order])
 
     def _run_step(
-        self, cache: Steps, step: int, mask: Mask, positions: Tensor, embedding: Tensor, features: Tensor
+        self, step_cache: Steps, step: int, mask: Mask, positions: Tensor, embedding: Tensor, features: Tensor
     ) -> Tensor:
-        cache.step = step
-        masks = dict.fromkeys(self.head.windows, mask)
-        return self.head.run(embedding, features, masks, self.head.rotary(positions + step), cache)
+        step_cache.step = step
+        mask_by_window = dict.fromkeys(self.head.windows, mask)
+        return self.head.run(embedding, features, mask_by_window, self.head.rotary(positions + step), step_cache)
 
 
 class MtpStudent(Eagle3Student):
@@ -201,10 +201,10 @@ class MtpStudent(Eagle3Student):
     def rule(self) -> LogitRule:
         return PLAIN if self.head.reading.own_head else self.stack.spec.logits
 
-    def product(self, predictions: Predictions, input_ids: Tensor) -> Product:
+    def product(self, predictions: Predictions, input_ids: Tensor) -> Factors:
         if self.head.reading.own_head:
             return super().product(predictions, input_ids)
         return head_product(self.stack.head, self.head.normalise(predictions.hidden))  # [n, H], [V, H]
 
-    def features(self, aux: Tensor) -> Tensor:
-        return self.stack.norm(aux) if self.head.reading.target_norm else aux
+    def features(self, aux_states: Tensor) -> Tensor:
+        return self.stack.norm(aux_states) if self.head.reading.target_norm else aux_states

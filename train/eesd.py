@@ -52,93 +52,93 @@ def train_early_exit(config: EesdConfig) -> None:
     target = open_target(config.target, config.revision)
     start, config = config.start, with_shape(config, target.config)
     require_vocabulary(config.draft_vocabulary, target.config)
-    memory = partial(plan_memory, config, target.config)
+    make_plan = partial(plan_memory, config, target.config)
     if config.plan:
-        print(memory(), flush=True)
+        print(make_plan(), flush=True)
         return
-    with training_run(config, memory) as run:
+    with training_run(config, make_plan) as run:
         require_context(target.config, config.seq_len, config.decode_tokens if config.decode_prompts else 0)
-        layers, reads_all = layers_read(config, target.config), config.online or config.decode_prompts > 0
-        fingerprint = run.from_main(lambda: target.make_fingerprint(fetch=reads_all))
-        trained_on = run.from_main(lambda: digest_parts_below(target.files, target.config, config.exit_layer or 0))
-        earlier = None if start is None else from_pretrained(start, target.config, fingerprint, dtype=torch.float32)
+        layer_ids, reads_all_layers = layers_read(config, target.config), config.online or config.decode_prompts > 0
+        fingerprint = run.from_main(lambda: target.make_fingerprint(fetch=reads_all_layers))
+        part_digests = run.from_main(lambda: digest_parts_below(target.files, target.config, config.exit_layer or 0))
+        start_exit = None if start is None else from_pretrained(start, target.config, fingerprint, dtype=torch.float32)
 
         rows = load_taught_rows(config, target, "train")
         heldout = load_taught_rows(config, target, "heldout", config.eval_rows)
-        if earlier is None:
-            tokens = run.from_main(lambda: pick_tokens(config.draft_vocabulary, target, rows, heldout))
+        if start_exit is None:
+            draft_tokens = run.from_main(lambda: pick_tokens(config.draft_vocabulary, target, rows, heldout))
         else:
-            tokens = earlier.draft_tokens
+            draft_tokens = start_exit.draft_tokens
 
-        student = build_student(config, target, layers, tokens, earlier, run.device)
-        trained, frozen = student.count_parameters()
+        student = build_student(config, target, layer_ids, draft_tokens, start_exit, run.device)
+        trained_count, frozen_count = student.count_parameters()
         files = target.files
-        compared = "whole_target" if reads_all else "top_k_lower_bound" if config.distils else "none"
+        tau_source = "whole_target" if reads_all_layers else "top_k_lower_bound" if config.distils else "none"
         say(f"eesd exit_layer={config.exit_layer} read_bytes={files.bytes_read} "
-            f"read_tensors={files.tensors_read}/{len(files.file_of)} trained_parameters={trained} "
-            f"frozen_parameters={frozen} processes={run.state.num_processes} objective={config.objective} "
-            f"tau_analytic={'none' if config.parallel else compared}")  # fmt: skip
+            f"read_tensors={files.tensors_read}/{len(files.file_of)} trained_parameters={trained_count} "
+            f"frozen_parameters={frozen_count} processes={run.state.num_processes} objective={config.objective} "
+            f"tau_analytic={'none' if config.parallel else tau_source}")  # fmt: skip
 
         settings = config.decisions() | {"exit_layer": config.exit_layer, "data_key": rows.key}
         settings |= {} if start is None else {"start": read_meta(start).weights_sha256}
-        record = asdict(fingerprint)
-        if not reads_all:  # the local copy of a target on the Hub may have more files later
-            record.pop("tensors")
+        target_record = asdict(fingerprint)
+        if not reads_all_layers:  # the local copy of a target on the Hub may have more files later
+            target_record.pop("tensors")
         # The evaluation is made before the fit: DeepSpeed shards every module that is constructed after its start.
         evaluate = make_evaluation(config, target, heldout, student) if run.is_main else None
         result = run.fit(
-            student, rows, config.fit, identity={**settings, "target": record, "trained_on": trained_on},
+            student, rows, config.fit, identity={**settings, "target": target_record, "trained_on": part_digests},
             evaluate=evaluate, saved_dtype=stored_dtype(target.config), keeps_best=config.decode_prompts > 0,
             last_file=card.CARD_FILE, minutes=config.minutes,
         )  # fmt: skip
         if result is not None:
             dtype = stored_dtype(target.config)
-            facts = {**settings, "fit": asdict(config.fit), "steps": result.steps, "step": result.step}
-            facts |= {"metrics": result.metrics, "training_seconds": result.seconds}
-            save_pretrained(run.out_dir, student.drafter, fingerprint, facts, dtype, trained_on)
+            training_facts = {**settings, "fit": asdict(config.fit), "steps": result.steps, "step": result.step}
+            training_facts |= {"metrics": result.metrics, "training_seconds": result.seconds}
+            save_pretrained(run.out_dir, student.drafter, fingerprint, training_facts, dtype, part_digests)
             write_card(config, target.config.num_hidden_layers, student.drafter, start, result)
 
 
 # --- the target's layers and the exit on them
 
 
-def with_shape(config: EesdConfig, target: PreTrainedConfig) -> EesdConfig:
+def with_shape(config: EesdConfig, target_config: PreTrainedConfig) -> EesdConfig:
     """`config` with the exit layer, and with the shape of the early exit stored in `start` instead of it."""
     if config.start is None:
-        middle = max(1, round(0.08 * target.num_hidden_layers))  # of the paper's 5 to 10 %
-        return replace(config, exit_layer=config.exit_layer or middle)
-    meta = read_meta(config.start)
+        default_layer = max(1, round(0.08 * target_config.num_hidden_layers))  # of the paper's 5 to 10 %
+        return replace(config, exit_layer=config.exit_layer or default_layer)
+    start_meta = read_meta(config.start)
     return replace(
         config,
         start=None,
-        exit_layer=meta.exit_layer,
-        exit_depth=meta.exit_depth,
-        train_head=meta.own_head,
-        train_layer=meta.own_layer,
-        draft_vocabulary=meta.draft_vocabulary,
+        exit_layer=start_meta.exit_layer,
+        exit_depth=start_meta.exit_depth,
+        train_head=start_meta.own_head,
+        train_layer=start_meta.own_layer,
+        draft_vocabulary=start_meta.draft_vocabulary,
     )
 
 
-def layers_read(config: EesdConfig, target: PreTrainedConfig) -> list[int] | None:
+def layers_read(config: EesdConfig, target_config: PreTrainedConfig) -> list[int] | None:
     """The target's layers that the training reads; None: all. Raises `UserError` if there is no such exit layer."""
     assert config.exit_layer is not None  # see `with_shape`
-    layers = exit_layers(target, config.exit_layer)
-    return None if config.online else layers
+    layer_ids = exit_layers(target_config, config.exit_layer)
+    return None if config.online else layer_ids
 
 
 def build_student(
     config: EesdConfig,
     target: OpenTarget,
-    layers: list[int] | None,
-    tokens: Tensor | None,
-    earlier: EarlyExit | None,
+    layer_ids: list[int] | None,
+    draft_tokens: Tensor | None,
+    start_exit: EarlyExit | None,
     device: torch.device,
 ) -> "EarlyExitStudent":
     """The exit on these layers of the target. tokens: its draft vocabulary. earlier: the exit to go on from."""
-    model = target.layers(layers, dtype=frozen_dtype(config.frozen_dtype, device), device=device)
-    student = EarlyExitStudent(model, config, None if tokens is None else tokens.to(device))
-    if earlier is not None:
-        student.drafter.load_state_dict(earlier.state_dict(), strict=False)  # it may have a mask, or need one
+    target_model = target.layers(layer_ids, dtype=frozen_dtype(config.frozen_dtype, device), device=device)
+    student = EarlyExitStudent(target_model, config, None if draft_tokens is None else draft_tokens.to(device))
+    if start_exit is not None:
+        student.drafter.load_state_dict(start_exit.state_dict(), strict=False)  # it may have a mask, or need one
     return student
 
 
@@ -191,17 +191,17 @@ class EarlyExitStudent(Student):
     ) -> dict[str, Tensor]:
         """{"loss_sum"} over supervised positions. All arguments are [B, T] (see `data_prep.text.rows`); labels are
         already shifted, and `IGNORE` if unsupervised; top_k: top_ids, top_logprobs [B, T, k] and tail [B, T]."""
-        rows = self.parallel.add_masks(self, self.stack, input_ids, labels, positions, documents)
-        hidden, target_hidden = self.hidden(input_ids, positions, documents, rows)  # [B, N, d], [B, T, d]
+        draft_rows = self.parallel.add_masks(self, self.stack, input_ids, labels, positions, documents)
+        hidden, target_hidden = self.hidden(input_ids, positions, documents, draft_rows)  # [B, N, d], [B, T, d]
         drafter = self.drafter
         loss = draft_loss(
-            self.objective, head_product(drafter.output_head, hidden), rows.labels, drafter.draft_tokens,
+            self.objective, head_product(drafter.output_head, hidden), draft_rows.labels, drafter.draft_tokens,
             drafter.vocabulary, rule=drafter.rule,
-            target=None if target_hidden is None else head_product(self.stack.head, rows.expand(target_hidden)),
-            target_rule=drafter.rule, top_k={name: rows.expand(values) for name, values in top_k.items()},
-            slots=rows.slots,
+            target=None if target_hidden is None else head_product(self.stack.head, draft_rows.expand(target_hidden)),
+            target_rule=drafter.rule, top_k={name: draft_rows.expand(values) for name, values in top_k.items()},
+            slots=draft_rows.slots,
         )  # fmt: skip
-        return {"loss_sum": loss / rows.expected_predictions}
+        return {"loss_sum": loss / draft_rows.expected_predictions}
 
     def hidden(
         self, input_ids: Tensor, positions: Tensor, documents: Tensor, rows: DraftRows | None = None
@@ -211,30 +211,30 @@ class EarlyExitStudent(Student):
         rows: these and masks after them, of which the exit has outputs too, [B, N, d]. Their gradients run through the
         frozen layers.
         """
-        stack, exit_layer, length = self.stack, self.drafter.exit_layer, positions.shape[1]
-        text_masks, target = stack.packed_masks(documents), None
+        stack, exit_layer, text_length = self.stack, self.drafter.exit_layer, positions.shape[1]
+        text_masks, target_out = stack.packed_masks(documents), None
         ids, all_positions, draft_masks = (input_ids, positions, None) if rows is None else rows[:3]
-        masks, learns_masks = draft_masks or text_masks, draft_masks is not None and torch.is_grad_enabled()
-        stack.reserve(length)
+        attention_masks, needs_grad = draft_masks or text_masks, draft_masks is not None and torch.is_grad_enabled()
+        stack.reserve(text_length)
         rotary = stack.rotary(all_positions)  # float32, for the exit
         frozen_rotary = rotary.to(stack.dtype)
-        with torch.set_grad_enabled(learns_masks), torch.autocast(input_ids.device.type, enabled=False):
+        with torch.set_grad_enabled(needs_grad), torch.autocast(input_ids.device.type, enabled=False):
             embedded = self.drafter.embed(stack, ids, all_positions)  # [B, N, d]
-            trunk = stack.run(embedded, 0, exit_layer, frozen_rotary, masks)
+            trunk = stack.run(embedded, 0, exit_layer, frozen_rotary, attention_masks)
             if self.online:
-                text, rotary_of_text = trunk[:, :length].detach(), frozen_rotary.first(length)
-                target = stack.norm(stack.run(text, exit_layer, len(stack.layers), rotary_of_text, text_masks))
-        hidden = self.drafter.run(trunk.float(), masks[self.drafter.window], rotary)
-        return self.drafter.norm(hidden), target
+                text_trunk, text_rotary = trunk[:, :text_length].detach(), frozen_rotary.first(text_length)
+                target_out = stack.norm(stack.run(text_trunk, exit_layer, len(stack.layers), text_rotary, text_masks))
+        hidden = self.drafter.run(trunk.float(), attention_masks[self.drafter.window], rotary)
+        return self.drafter.norm(hidden), target_out
 
     def run_supervised(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """The exit's states [n, d] after its norm at the supervised positions of a batch of rows, and those of the
         target if it is in this module."""
         moved = {name: value.to(self.stack.device) for name, value in batch.items()}
-        hidden, target = self.hidden(moved["input_ids"], moved["positions"], moved["documents"])
-        keep = moved["labels"] != IGNORE  # [B, T]
+        hidden, target_hidden = self.hidden(moved["input_ids"], moved["positions"], moved["documents"])
+        supervised = moved["labels"] != IGNORE  # [B, T]
         dtype = self.drafter.output_head.weight.dtype
-        return hidden[keep].to(dtype), None if target is None else target[keep]
+        return hidden[supervised].to(dtype), None if target_hidden is None else target_hidden[supervised]
 
 
 # --- evaluation
@@ -254,16 +254,16 @@ def make_evaluation(
     device = student.stack.device
     dtype = frozen_dtype(config.frozen_dtype, device)
     full_target = load_to_decode(target, dtype, device) if decoding.texts else None
-    text = HeldOutText(heldout, config.eval_batch_rows, full_target, acceptances=not student.online)
+    heldout_text = HeldOutText(heldout, config.eval_batch_rows, full_target, acceptances=not student.online)
 
     def evaluate(step: int) -> Metrics:
-        logits = student.stack.logits_after_norm if student.online else None
-        metrics = text.judge(student.drafter.logits_after_norm, student.run_supervised, logits)
+        target_logits_of = student.stack.logits_after_norm if student.online else None
+        metrics = heldout_text.judge(student.drafter.logits_after_norm, student.run_supervised, target_logits_of)
         if config.parallel:
             metrics.pop("tau_analytic", None)
         if full_target is not None:
-            shared = {id(head): head for head in student.drafter.shared_head}  # the target's, which must not be copied
-            drafter = copy.deepcopy(student.drafter, shared).to(full_target.dtype).requires_grad_(False)
+            memo = {id(head): head for head in student.drafter.shared_head}  # the target's, which must not be copied
+            drafter = copy.deepcopy(student.drafter, memo).to(full_target.dtype).requires_grad_(False)
             metrics |= decoding(full_target, draft_model_of(drafter), {KIND.name: drafter})
         return metrics
 
@@ -273,33 +273,33 @@ def make_evaluation(
 # --- what is said and saved, and the memory
 
 
-def write_card(config: EesdConfig, layers: int, drafter: EarlyExit, start: str | None, result: FitResult) -> None:
+def write_card(config: EesdConfig, layer_count: int, drafter: EarlyExit, start: str | None, result: FitResult) -> None:
     """Write the card of the saved `drafter` of a target of so many layers."""
-    names, tokens = ("exit_layer", "exit_depth", "train_head", "seq_len"), drafter.draft_tokens
-    facts: dict[str, object] = {name: getattr(config, name) for name in names}
-    facts |= {"objective": config.objective} | ({"teacher": config.teacher} if config.distils else {})
-    facts |= {} if start is None else {"went on from": Path(start).name}
-    facts |= {"tokens a pass": config.parallel} if config.parallel else {}
-    facts |= {} if tokens is None else {"tokens": f"{len(tokens)} of the target's {drafter.vocabulary}"}
-    taus = [name for name in card.TAUS if name in result.metrics][:1]
-    shape = f"exit_layer={config.exit_layer} of {layers}"
-    write_records(config, USE_IN_ONE_PASS if config.parallel else USE, facts, result, taus, shape=shape)
+    option_names, draft_ids = ("exit_layer", "exit_depth", "train_head", "seq_len"), drafter.draft_tokens
+    card_facts: dict[str, object] = {name: getattr(config, name) for name in option_names}
+    card_facts |= {"objective": config.objective} | ({"teacher": config.teacher} if config.distils else {})
+    card_facts |= {} if start is None else {"went on from": Path(start).name}
+    card_facts |= {"tokens a pass": config.parallel} if config.parallel else {}
+    card_facts |= {} if draft_ids is None else {"tokens": f"{len(draft_ids)} of the target's {drafter.vocabulary}"}
+    tau_names = [name for name in card.TAU_NAMES if name in result.metrics][:1]
+    shape_text = f"exit_layer={config.exit_layer} of {layer_count}"
+    write_records(config, USE_IN_ONE_PASS if config.parallel else USE, card_facts, result, tau_names, shape=shape_text)
 
 
 def plan_memory(config: EesdConfig, target: PreTrainedConfig) -> Plan:
     """The memory of training an early exit of the shape in `config` on a target of this config."""
-    student, values = empty_student(config, target)
-    through = student.stack.layers[: config.exit_layer] if config.parallel else None  # to the vectors of masks
-    parts = fit_memory(config, student, target.hidden_size, target.vocab_size, through)
-    parts += [decoding_target(config, target)] if config.decode_prompts else []
-    facts = {"exit_layer": f"{config.exit_layer}/{target.num_hidden_layers}", "read_parameters": values}
-    facts |= {"read_gb": f"{values * stored_dtype(target).itemsize / 1e9:.2f}"}
-    return Plan(parts, facts | {"trained_parameters": student.count_parameters()[0]})
+    student, weight_count = empty_student(config, target)
+    grad_layers = student.stack.layers[: config.exit_layer] if config.parallel else None  # to the vectors of masks
+    memories = fit_memory(config, student, target.hidden_size, target.vocab_size, grad_layers)
+    memories += [decoding_target(config, target)] if config.decode_prompts else []
+    plan_facts = {"exit_layer": f"{config.exit_layer}/{target.num_hidden_layers}", "read_parameters": weight_count}
+    plan_facts |= {"read_gb": f"{weight_count * stored_dtype(target).itemsize / 1e9:.2f}"}
+    return Plan(memories, plan_facts | {"trained_parameters": student.count_parameters()[0]})
 
 
-def empty_student(config: EesdConfig, target: PreTrainedConfig) -> tuple[EarlyExitStudent, int]:
+def empty_student(config: EesdConfig, target_config: PreTrainedConfig) -> tuple[EarlyExitStudent, int]:
     """The student without weights, in its dtypes, and the number of values that are read for it."""
-    model, values = empty_target(config, target, layers_read(config, target))
-    size = config.draft_vocabulary
-    tokens = None if size is None else torch.empty(size, dtype=torch.long, device="meta")
-    return EarlyExitStudent(model, config, tokens), values
+    model, weight_count = empty_target(config, target_config, layers_read(config, target_config))
+    draft_size = config.draft_vocabulary
+    draft_tokens = None if draft_size is None else torch.empty(draft_size, dtype=torch.long, device="meta")
+    return EarlyExitStudent(model, config, draft_tokens), weight_count

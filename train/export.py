@@ -59,9 +59,9 @@ def export_drafter(config: ExportConfig) -> None:
     Raises `UserError` if the engine loads its kind unchanged or not at all, if it does not fit the target, if the
     engine's format cannot express it, and if `config.out_dir` holds a model already.
     """
-    state, out_dir = join_processes(), require_writable(config.out_dir)
-    with only_run_of(state, out_dir, "a drafter"):
-        from_main(state, lambda: _export(config, out_dir))
+    process_state, out_dir = join_processes(), require_writable(config.out_dir)
+    with only_run_of(process_state, out_dir, "a drafter"):
+        from_main(process_state, lambda: _export(config, out_dir))
 
 
 def _export(config: ExportConfig, out_dir: Path) -> None:
@@ -73,53 +73,53 @@ def _export(config: ExportConfig, out_dir: Path) -> None:
         raise UserError(f"checkpoint={folder}: {no_drafter_in(folder)}")
     if kind is None:  # a name on the Hub
         kind = next((head for head in (DFLASH, EAGLE3) if head.load_plugin().is_in(config.checkpoint)), EAGLE3)
-    name = kind.name
+    kind_name = kind.name
     if not config.resume and any((out_dir / file).exists() for file in (CARD_FILE, CONFIG_FILE, GGUF_FILE)):
         raise UserError(f"out_dir={out_dir}: holds a model already; resume=true replaces it")
-    if name not in _EXPORTS:
-        raise UserError(f"checkpoint={config.checkpoint}: nothing loads a {name}")
-    write, options, engines = _EXPORTS[name]
-    expected = f"an engine of {name}, which {config.checkpoint} holds: {', '.join(engines)}"
+    if kind_name not in _EXPORTS:
+        raise UserError(f"checkpoint={config.checkpoint}: nothing loads a {kind_name}")
+    write_drafter, option_names, engines = _EXPORTS[kind_name]
+    expected = f"an engine of {kind_name}, which {config.checkpoint} holds: {', '.join(engines)}"
     require(config.engine in engines, "engine", config.engine, expected)
-    unread_options = {"reading", "dtype"} - {*options}
-    if name == NGRAMS.name and config.target is None:
+    unread_options = {"reading", "dtype"} - {*option_names}
+    if kind_name == NGRAMS.name and config.target is None:
         unread_options.add("revision")  # of no target
     require_defaults(
-        config, sorted(unread_options), f"{config.checkpoint} holds {name}, which does not read it; leave it out"
+        config, sorted(unread_options), f"{config.checkpoint} holds {kind_name}, which does not read it; leave it out"
     )
-    summary = write(config, out_dir)
+    facts_text = write_drafter(config, out_dir)
     weight_files = [*out_dir.glob("*.safetensors"), *out_dir.glob(GGUF_FILE)]
     megabytes = sum(file.stat().st_size for file in weight_files) / 1e6
-    print(f"export out_dir={out_dir} {summary}" + (f" megabytes={megabytes:.2f}" if megabytes else ""), flush=True)
+    print(f"export out_dir={out_dir} {facts_text}" + (f" megabytes={megabytes:.2f}" if megabytes else ""), flush=True)
 
 
-def _require_format(config: ExportConfig, model: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise `UserError` unless the causal LM `model` can be written for the engine, before its weights are read."""
+def _require_format(config: ExportConfig, lm_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise `UserError` unless the causal LM `lm_config` can be written for the engine, before its weights are read."""
     if config.engine == "llama_cpp":
-        require_gguf(model, tokenizer)
-        _require_blocks(config, model.hidden_size)
+        require_gguf(lm_config, tokenizer)
+        _require_blocks(config, lm_config.hidden_size)
     if config.engine == "openvino":
-        installed = Path(ir_command(python_in(config.engine_python), "", "", "")[0]).exists()
-        require(installed, "engine_python", config.engine_python, "an environment with optimum-intel (`make engines`)")
+        has_cli = Path(ir_command(python_in(config.engine_python), "", "", "")[0]).exists()
+        require(has_cli, "engine_python", config.engine_python, "an environment with optimum-intel (`make engines`)")
 
 
-def _choose_dtypes(config: ExportConfig, model: PreTrainedConfig, *, is_drafter: bool) -> tuple[torch.dtype, str]:
-    """The dtype in which the weights of the causal LM `model` are loaded, and the name of the dtype of the file.
+def _choose_dtypes(config: ExportConfig, lm_config: PreTrainedConfig, *, is_drafter: bool) -> tuple[torch.dtype, str]:
+    """The dtype in which the weights of the causal LM `lm_config` are loaded, and the name of the dtype of the file.
 
     is_drafter: the model drafts, so that its file for llama.cpp may be quantised unasked.
     """
-    stored_type = stored_dtype(model)
-    by_default = is_drafter and config.engine == "llama_cpp" and model.hidden_size % BLOCK == 0
-    if config.dtype in QUANTISED or (config.dtype is None and by_default):  # such as q8_0
-        return stored_type, config.dtype or "q8_0"
-    default = torch.float16 if config.engine == "openvino" and stored_type == torch.bfloat16 else stored_type
-    dtype = getattr(torch, config.dtype) if config.dtype else default
+    model_dtype = stored_dtype(lm_config)
+    quantises_by_default = is_drafter and config.engine == "llama_cpp" and lm_config.hidden_size % BLOCK == 0
+    if config.dtype in QUANTISED or (config.dtype is None and quantises_by_default):  # such as q8_0
+        return model_dtype, config.dtype or "q8_0"
+    default_dtype = torch.float16 if config.engine == "openvino" and model_dtype == torch.bfloat16 else model_dtype
+    dtype = getattr(torch, config.dtype) if config.dtype else default_dtype
     return dtype, str(dtype).removeprefix("torch.")
 
 
-def _block_kind(name: str) -> str | None:
-    """ggml's name of the blocks of the dtype `name`; None: it is a dtype of floats."""
-    return name.upper() if name in QUANTISED else None
+def _block_kind(dtype_name: str) -> str | None:
+    """ggml's name of the blocks of the dtype `dtype_name`; None: it is a dtype of floats."""
+    return dtype_name.upper() if dtype_name in QUANTISED else None
 
 
 def _require_blocks(config: ExportConfig, row_width: int) -> None:
@@ -128,17 +128,17 @@ def _require_blocks(config: ExportConfig, row_width: int) -> None:
 
 
 def _write_lm(
-    config: ExportConfig, dtype: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out_dir: Path
+    config: ExportConfig, dtype_name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out_dir: Path
 ) -> None:
     """Write the files for the engine, the weights in the dtype with this name."""
 
-    def convert(staged: Path) -> Path:
-        folder = staged / "converted"
+    def convert(staging_dir: Path) -> Path:
+        folder = staging_dir / "converted"
         folder.mkdir()
         if config.engine == "llama_cpp":
-            write_gguf(model, tokenizer, folder / GGUF_FILE, _block_kind(dtype))
+            write_gguf(model, tokenizer, folder / GGUF_FILE, _block_kind(dtype_name))
         elif config.engine == "openvino":
-            command = ir_command(python_in(config.engine_python), str(staged), str(folder), dtype)
+            command = ir_command(python_in(config.engine_python), str(staging_dir), str(folder), dtype_name)
             if status := subprocess.run(command, check=False).returncode:
                 raise UserError(f"engine=openvino: optimum-cli ended with status {status}; see what it said above")
         return folder
@@ -149,46 +149,46 @@ def _write_lm(
 def _export_early_exit(config: ExportConfig, out_dir: Path) -> str:
     target = open_target_of(config.checkpoint, config.target, config.revision)
     _require_format(config, target.config, target.tokenizer)
-    dtype, written_dtype = _choose_dtypes(config, target.config, is_drafter=True)
+    dtype, dtype_name = _choose_dtypes(config, target.config, is_drafter=True)
     drafter = from_pretrained(config.checkpoint, target.config, target.fingerprint, dtype=dtype)
     model = as_causal_lm(drafter, target, dtype)
-    _write_lm(config, written_dtype, model, target.tokenizer, out_dir)
-    layers = model.config.num_hidden_layers
-    facts = {"early exit": config.checkpoint, "layers": f"{layers} of {target.config.num_hidden_layers}"}
-    use = describe_serving(drafted=3, engine=config.engine)
-    write_card(out_dir, f"{WHAT_AN_EXIT_IS}\n\n{use}", target.source, facts)
-    return f"kind=early_exit layers={layers} dtype={written_dtype}"
+    _write_lm(config, dtype_name, model, target.tokenizer, out_dir)
+    layer_count = model.config.num_hidden_layers
+    card_facts = {"early exit": config.checkpoint, "layers": f"{layer_count} of {target.config.num_hidden_layers}"}
+    usage = describe_serving(drafted=3, engine=config.engine)
+    write_card(out_dir, f"{WHAT_AN_EXIT_IS}\n\n{usage}", target.source, card_facts)
+    return f"kind=early_exit layers={layer_count} dtype={dtype_name}"
 
 
 def _export_small_lm(config: ExportConfig, out_dir: Path) -> str:
     """Widen a draft vocabulary to the target's vocabulary, and pad an embedding of another size to the target's. All
     other models are written unchanged, only for engines with formats of their own."""
     model_config = read_config(config.checkpoint, role=SMALL_LM.name)
-    mask, pass_tokens = pass_tokens_of(model_config)
+    mask_id, tokens_per_pass = pass_tokens_of(model_config)
     draft_vocabulary = read_draft_vocabulary(config.checkpoint, None, model_config)
-    target_rows = None
+    target_vocab_size = None
     if config.target is not None:
         with suppress(UserError):  # it may be a name for the page alone
-            target_rows = read_config(config.target, config.revision).get_text_config().vocab_size
-    loads_unchanged = draft_vocabulary is None and target_rows in (None, model_config.vocab_size)
+            target_vocab_size = read_config(config.target, config.revision).get_text_config().vocab_size
+    loads_unchanged = draft_vocabulary is None and target_vocab_size in (None, model_config.vocab_size)
     if loads_unchanged and config.engine in PLAIN_ENGINES:  # they read Hugging Face directories
         reason = "a small LM is an ordinary causal LM, which engines load as it is; its README.md has their commands"
         raise UserError(f"checkpoint={config.checkpoint}: {reason}")
     token_count = model_config.vocab_size if draft_vocabulary is None else len(draft_vocabulary.tokens)
-    row_count = target_rows or (token_count if draft_vocabulary is None else draft_vocabulary.vocabulary)
-    model_config.update({"vocab_size": row_count})
-    tokenizer = limit_rows(load_tokenizer(config.checkpoint, None, role=SMALL_LM.name), row_count)
+    vocab_size = target_vocab_size or (token_count if draft_vocabulary is None else draft_vocabulary.vocabulary)
+    model_config.update({"vocab_size": vocab_size})
+    tokenizer = limit_rows(load_tokenizer(config.checkpoint, None, role=SMALL_LM.name), vocab_size)
     _require_format(config, model_config, tokenizer)
     was_trained = (Path(config.checkpoint) / TRAINING_FILE).is_file()
     is_drafter = was_trained or config.target is not None or draft_vocabulary is not None
-    dtype, written_dtype = _choose_dtypes(config, model_config, is_drafter=is_drafter)
-    model = load_for_engine(config.checkpoint, tokenizer, dtype, target_rows)
-    _write_lm(config, written_dtype, model, tokenizer, out_dir)
-    facts = {"small LM": config.checkpoint, "drafts": f"{min(token_count, row_count)} of {row_count} tokens"}
-    drafted = LLAMA_CPP_DRAFT if config.engine == "llama_cpp" else pass_tokens or 5
-    use = describe_serving(drafted, config.engine, one_pass=mask is not None)
-    write_card(out_dir, f"{WHAT_A_SMALL_LM_IS}\n\n{use}", config.target or "MODEL", facts)
-    return f"kind=small_lm tokens={token_count} dtype={written_dtype}"
+    dtype, dtype_name = _choose_dtypes(config, model_config, is_drafter=is_drafter)
+    model = load_for_engine(config.checkpoint, tokenizer, dtype, target_vocab_size)
+    _write_lm(config, dtype_name, model, tokenizer, out_dir)
+    card_facts = {"small LM": config.checkpoint, "drafts": f"{min(token_count, vocab_size)} of {vocab_size} tokens"}
+    draft_length = LLAMA_CPP_DRAFT if config.engine == "llama_cpp" else tokens_per_pass or 5
+    usage = describe_serving(draft_length, config.engine, one_pass=mask_id is not None)
+    write_card(out_dir, f"{WHAT_A_SMALL_LM_IS}\n\n{usage}", config.target or "MODEL", card_facts)
+    return f"kind=small_lm tokens={token_count} dtype={dtype_name}"
 
 
 def _export_table(config: ExportConfig, out_dir: Path) -> str:
@@ -198,74 +198,74 @@ def _export_table(config: ExportConfig, out_dir: Path) -> str:
     else:
         target = open_target(config.target, config.revision, by_layers=False)
         open_table(config.checkpoint, target.vocabulary_digest, target.vocabulary_size)
-    page = serving_page(Path(config.checkpoint).resolve(), config.target or "MODEL")
-    write_atomically(out_dir / CARD_FILE, page.encode())
+    page_text = serving_page(Path(config.checkpoint).resolve(), config.target or "MODEL")
+    write_atomically(out_dir / CARD_FILE, page_text.encode())
     return f"kind=ngrams page={CARD_FILE}"
 
 
 def _read_target(source: str, revision: str | None) -> PreTrainedConfig:
     """The config of the target's text model, with the class by which engines know the whole."""
     config = read_config(source, revision)
-    text = config.get_text_config()
-    text.architectures = config.architectures
-    return text
+    text_config = config.get_text_config()
+    text_config.architectures = config.architectures
+    return text_config
 
 
 def _export_head(config: ExportConfig, out_dir: Path) -> str:
     if config.target is None:
         raise UserError("target=None: expected the model that the EAGLE-3 head was trained for")
-    target = _read_target(config.target, config.revision)
-    stored_head = open_head(config.checkpoint, target, changes=config.reading)
+    target_config = _read_target(config.target, config.revision)
+    stored_head = open_head(config.checkpoint, target_config, changes=config.reading)
     _require_blocks(config, stored_head.reading.hidden)
     float_dtype = getattr(torch, config.dtype) if config.dtype and config.dtype not in QUANTISED else None
     head, reading = stored_head.load(float_dtype), stored_head.reading
-    dtype = config.dtype or str(head.dtype).removeprefix("torch.")
+    dtype_name = config.dtype or str(head.dtype).removeprefix("torch.")
     made_here = stored_head.made_here and not config.reading.overrides
     dialect = _DIALECTS[config.engine]
     if dialect == "gguf":
         partial_file = out_dir / f"{GGUF_FILE}.part"  # a stopped run may have left one
         tokenizer = load_tokenizer(config.target, config.revision)
-        write_gguf_head(head, target, tokenizer, partial_file, _block_kind(dtype))
+        write_gguf_head(head, target_config, tokenizer, partial_file, _block_kind(dtype_name))
         partial_file.replace(out_dir / GGUF_FILE)
     else:
-        save_head(out_dir, head, dialect, target, config.target, made_here=made_here)
-    facts: dict[str, object] = {"head": config.checkpoint, "written by": stored_head.dialect}
-    tokens = f"{reading.draft_vocabulary} of {reading.vocabulary}"
-    facts |= {"written for readers of": dialect, "taps": list(reading.taps), "tokens": tokens}
-    write_card(out_dir, describe_use(dialect), config.target, facts)
-    return f"kind=eagle3 dialect={dialect} dtype={dtype}"
+        save_head(out_dir, head, dialect, target_config, config.target, made_here=made_here)
+    card_facts: dict[str, object] = {"head": config.checkpoint, "written by": stored_head.dialect}
+    tokens_text = f"{reading.draft_vocabulary} of {reading.vocabulary}"
+    card_facts |= {"written for readers of": dialect, "taps": list(reading.taps), "tokens": tokens_text}
+    write_card(out_dir, describe_use(dialect), config.target, card_facts)
+    return f"kind=eagle3 dialect={dialect} dtype={dtype_name}"
 
 
 def _export_block(config: ExportConfig, out_dir: Path) -> str:
     if config.target is None:
         raise UserError("target=None: expected the model that the block drafter was trained for")
-    target = _read_target(config.target, config.revision)
-    stored = open_drafter(config.checkpoint, target, config.reading)
-    _require_blocks(config, stored.reading.hidden)
+    target_config = _read_target(config.target, config.revision)
+    stored_drafter = open_drafter(config.checkpoint, target_config, config.reading)
+    _require_blocks(config, stored_drafter.reading.hidden)
     float_dtype = getattr(torch, config.dtype) if config.dtype and config.dtype not in QUANTISED else None
-    drafter, reading = stored.load(float_dtype), stored.reading
-    dtype = config.dtype or str(drafter.dtype).removeprefix("torch.")
+    drafter, reading = stored_drafter.load(float_dtype), stored_drafter.reading
+    dtype_name = config.dtype or str(drafter.dtype).removeprefix("torch.")
     if config.engine == "llama_cpp":
         partial_file = out_dir / f"{GGUF_FILE}.part"  # a stopped run may have left one
         tokenizer = load_tokenizer(config.target, config.revision)
-        write_gguf_drafter(drafter, target, tokenizer, partial_file, _block_kind(dtype))
+        write_gguf_drafter(drafter, target_config, tokenizer, partial_file, _block_kind(dtype_name))
         partial_file.replace(out_dir / GGUF_FILE)
     else:
         require_vllm(reading)
-        made_here = stored.made_here and not config.reading.overrides
-        save_drafter(out_dir, drafter, target, made_here=made_here)
-    facts = {"drafter": config.checkpoint, "written by": stored.dialect, "taps": list(reading.taps)}
-    facts["tokens"] = f"{reading.draft_vocabulary} of {reading.vocabulary}, {reading.drafted} in a pass"
-    write_card(out_dir, describe_block(reading, config.engine), config.target, facts)
-    return f"kind={DFLASH.name} method={vllm_method(reading)} dtype={dtype}"
+        made_here = stored_drafter.made_here and not config.reading.overrides
+        save_drafter(out_dir, drafter, target_config, made_here=made_here)
+    card_facts = {"drafter": config.checkpoint, "written by": stored_drafter.dialect, "taps": list(reading.taps)}
+    card_facts["tokens"] = f"{reading.draft_vocabulary} of {reading.vocabulary}, {reading.drafted} in a pass"
+    write_card(out_dir, describe_block(reading, config.engine), config.target, card_facts)
+    return f"kind={DFLASH.name} method={vllm_method(reading)} dtype={dtype_name}"
 
 
-_OF_LM: tuple[Engine, ...] = ("transformers", "vllm", "sglang", "llama_cpp", "openvino")
+_LM_ENGINES: tuple[Engine, ...] = ("transformers", "vllm", "sglang", "llama_cpp", "openvino")
 # By kind: the function that writes a drafter, the options that only some kinds read, and the engines that load it.
 _EXPORTS: dict[str, tuple[Callable[[ExportConfig, Path], str], tuple[str, ...], Sequence[Engine]]] = {
-    EARLY_EXIT.name: (_export_early_exit, ("dtype",), _OF_LM),
+    EARLY_EXIT.name: (_export_early_exit, ("dtype",), _LM_ENGINES),
     EAGLE3.name: (_export_head, ("dtype", "reading"), [*_DIALECTS]),
     DFLASH.name: (_export_block, ("dtype", "reading"), ("vllm", "llama_cpp")),
     NGRAMS.name: (_export_table, (), ("vllm",)),
-    SMALL_LM.name: (_export_small_lm, ("dtype",), _OF_LM),
+    SMALL_LM.name: (_export_small_lm, ("dtype",), _LM_ENGINES),
 }

@@ -59,38 +59,38 @@ def finetune_drafter(config: FinetuneConfig) -> None:
     target, drafter, data set or directory, before any weight is read.
     """
     target = open_given(config)
-    shape = drafter_config(config.drafter, target.config, target.tokenizer)
-    with training_run(config, partial(plan_memory, config, target.config, shape)) as run:
+    lm_config = drafter_config(config.drafter, target.config, target.tokenizer)
+    with training_run(config, partial(plan_memory, config, target.config, lm_config)) as run:
         require_vocabulary(config.draft_vocabulary, target.config)
-        for whose, model in (("target", target.config), ("drafter", shape)):
-            require_context(model, config.seq_len, config.decode_tokens, whose)
-        parallel = choose_parallel(config, shape, target.tokenizer, target.config.vocab_size)
+        for role, model_config in (("target", target.config), ("drafter", lm_config)):
+            require_context(model_config, config.seq_len, config.decode_tokens, role)
+        parallel = choose_parallel(config, lm_config, target.tokenizer, target.config.vocab_size)
 
         rows = load_taught_rows(config, target, "train")
         heldout = load_taught_rows(config, target, "heldout", config.decode_prompts)
-        decoding, tau_of = load_prompts(config, target, heldout, shape)
-        target = target.resize(max(rows.largest_id, heldout.largest_id, shape.vocab_size - 1))
-        shape = drafter_config(config.drafter, target.config, target.tokenizer)
-        vocabulary = None if config.drafter.path is None else read_finished_vocabulary(config, target.config)
-        if vocabulary is None:
-            always = [parallel.mask] if config.parallel else []
-            tokens = run.from_main(lambda: pick_tokens(config.draft_vocabulary, target, rows, heldout, always))
-            vocabulary = None if tokens is None else DraftVocabulary(tokens, target.config.vocab_size)
+        decoding, tau_meaning = load_prompts(config, target, heldout, lm_config)
+        target = target.resize(max(rows.largest_id, heldout.largest_id, lm_config.vocab_size - 1))
+        lm_config = drafter_config(config.drafter, target.config, target.tokenizer)
+        draft_vocabulary = None if config.drafter.path is None else read_finished_vocabulary(config, target.config)
+        if draft_vocabulary is None:
+            required_ids = [parallel.mask] if config.parallel else []
+            token_ids = run.from_main(lambda: pick_tokens(config.draft_vocabulary, target, rows, heldout, required_ids))
+            draft_vocabulary = None if token_ids is None else DraftVocabulary(token_ids, target.config.vocab_size)
 
         teacher = load_target(config, target, run.device) if config.online else None
-        size, ends = target.config.vocab_size, frozenset(end_tokens(target))
-        lm = start_lm(config, shape, target.tokenizer, run.device, vocabulary, size, parallel)
-        samples = OnPolicy(config.on_policy, config.on_policy_tokens, config.fit.seed, ends)
-        student = SmallLMStudent(lm, config.objective, teacher, samples if config.on_policy > 0 else None, parallel)
-        trained, frozen = student.count_parameters()
-        teaching = f" teacher={config.teacher} on_policy={config.on_policy}" if config.distils else ""
-        say(f"finetune_drafter drafter={config.drafter.path or 'new'} objective={config.objective}{teaching} "
-            f"trained_parameters={trained} parameters={trained + frozen}")  # fmt: skip
+        vocab_size, end_ids = target.config.vocab_size, frozenset(end_tokens(target))
+        lm = start_lm(config, lm_config, target.tokenizer, run.device, draft_vocabulary, vocab_size, parallel)
+        on_policy = OnPolicy(config.on_policy, config.on_policy_tokens, config.fit.seed, end_ids)
+        student = SmallLMStudent(lm, config.objective, teacher, on_policy if config.on_policy > 0 else None, parallel)
+        trained_count, frozen_count = student.count_parameters()
+        teacher_text = f" teacher={config.teacher} on_policy={config.on_policy}" if config.distils else ""
+        say(f"finetune_drafter drafter={config.drafter.path or 'new'} objective={config.objective}{teacher_text} "
+            f"trained_parameters={trained_count} parameters={trained_count + frozen_count}")  # fmt: skip
 
         path, target_identity = config.drafter.path, run.from_main(lambda: target.identity)
-        start = None if path is None else model_identity(open_tensors(path, config.drafter.revision))
-        identity = {**config.decisions(), "target": target_identity, "drafter_model": start, "data_key": rows.key}
-        identity |= {"tau_of": tau_of}
+        start_id = None if path is None else model_identity(open_tensors(path, config.drafter.revision))
+        identity = {**config.decisions(), "target": target_identity, "drafter_model": start_id, "data_key": rows.key}
+        identity |= {"tau_of": tau_meaning}
         # The evaluation is made before the fit: DeepSpeed shards every module that is constructed after its start.
         evaluate = make_evaluation(config, target, heldout, decoding, student) if run.is_main else None
         result = run.fit(
@@ -105,36 +105,36 @@ def finetune_drafter(config: FinetuneConfig) -> None:
 
 
 def choose_parallel(
-    config: FinetuneConfig, drafter: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, rows: int
+    config: FinetuneConfig, lm_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, vocab: int
 ) -> Parallel:
-    """How many tokens the small LM `drafter` is to draft in one pass, and by which mask.
+    """How many tokens the small LM `lm_config` is to draft in one pass, and by which mask.
 
     Its mask is a finished one's, or a token that no text has. Raises `UserError` if there is none.
     """
     if not config.parallel:
         return ONE_A_PASS
-    mask, _ = small_lm.pass_tokens_of(drafter)
-    mask = unused_token(tokenizer, rows) if mask is None else mask
-    config.require("parallel", mask < rows, f"0, as every token of {config.target or config.tokenizer} may be text")
-    return Parallel(config.parallel, mask, config.fit.seed, config.position_weights)
+    mask_id, _ = small_lm.pass_tokens_of(lm_config)
+    mask_id = unused_token(tokenizer, vocab) if mask_id is None else mask_id
+    config.require("parallel", mask_id < vocab, f"0, as every token of {config.target or config.tokenizer} may be text")
+    return Parallel(config.parallel, mask_id, config.fit.seed, config.position_weights)
 
 
 def load_prompts(
-    config: FinetuneConfig, target: OpenTarget, heldout: TrainRows, drafter: PreTrainedConfig
+    config: FinetuneConfig, target: OpenTarget, heldout: TrainRows, lm_config: PreTrainedConfig
 ) -> tuple[Decoding, str]:
     """The held-out prompts, with recorded answers where no target is to decode them; and what their τ is, printed."""
     if target.is_seen:
-        decoding = Decoding.of(target, heldout, config.decode_prompts, config.decode_tokens, drafter)
+        decoding = Decoding.of(target, heldout, config.decode_prompts, config.decode_tokens, lm_config)
         return decoding, "that of greedy decoding"
-    texts, written = recorded_texts(config.data, target.tokenizer, config.decode_prompts)
-    longest = min(map(context_limit, (target.config, drafter))) - config.decode_tokens
-    texts = [text for text in texts if len(text.prompt) <= longest]
+    texts, is_by_target = recorded_texts(config.data, target.tokenizer, config.decode_prompts)
+    max_prompt_len = min(map(context_limit, (target.config, lm_config))) - config.decode_tokens
+    texts = [heldout_text for heldout_text in texts if len(heldout_text.prompt) <= max_prompt_len]
     config.require("decode_prompts", bool(texts), "held-out answers after prompts that leave room for decode_tokens")
-    tau_of = "teacher-forced, on text that may differ from the target's greedy answers"
-    if written and are_greedy(config.data):
-        tau_of = "that of greedy decoding, by replay of the target's recorded answers"
-    say(f"finetune_drafter answers={len(texts)} eval_tau is {tau_of}")
-    return Decoding(texts, config.decode_tokens, end_tokens(target)), tau_of
+    tau_meaning = "teacher-forced, on text that may differ from the target's greedy answers"
+    if is_by_target and are_greedy(config.data):
+        tau_meaning = "that of greedy decoding, by replay of the target's recorded answers"
+    say(f"finetune_drafter answers={len(texts)} eval_tau is {tau_meaning}")
+    return Decoding(texts, config.decode_tokens, end_tokens(target)), tau_meaning
 
 
 def load_target(config: FinetuneConfig, target: OpenTarget, device: torch.device) -> LayerStack:
@@ -198,8 +198,8 @@ class SmallLMStudent(Student):
         hidden = packed_hidden(self.stack, rows.ids, rows.positions, documents, rows.masks)  # [B, N, d]
         teacher_states = None if self.teacher is None else rows.expand(self.teach(input_ids, positions, documents))
         top_k = {name: rows.expand(values) for name, values in top_k.items()}
-        shares = None if row_weights is None else row_weights[:, None].expand_as(rows.labels)  # [B, N]
-        return {"loss_sum": self.loss(hidden, rows, teacher_states, top_k, shares) / rows.expected_predictions}
+        loss_weights = None if row_weights is None else row_weights[:, None].expand_as(rows.labels)  # [B, N]
+        return {"loss_sum": self.loss(hidden, rows, teacher_states, top_k, loss_weights) / rows.expected_predictions}
 
     def loss(
         self,
@@ -214,17 +214,17 @@ class SmallLMStudent(Student):
         The loss compares with `teacher_states` [B, N, d'], or with the cached top k of the same positions. shares
         [B, N]: weights of the positions.
         """
-        rule, target_rule, target = self.stack.spec.logits, PLAIN, None
+        rule, target_rule, target_factors = self.stack.spec.logits, PLAIN, None
         vocabulary = self.stack.draft_vocabulary
-        tokens, size = (None, 0) if vocabulary is None else (vocabulary.tokens, vocabulary.vocabulary)
+        draft_tokens, vocab_size = (None, 0) if vocabulary is None else (vocabulary.tokens, vocabulary.vocabulary)
         states, matrix = head_product(self.stack.head, hidden)
-        if tokens is not None:
-            matrix = matrix[: len(tokens)]  # without the row for tokens outside, which is never proposed
+        if draft_tokens is not None:
+            matrix = matrix[: len(draft_tokens)]  # without the row for tokens outside, which is never proposed
         if teacher_states is not None:
             assert self.teacher is not None
-            target, target_rule = head_product(self.teacher.head, teacher_states), self.teacher.spec.logits
+            target_factors, target_rule = head_product(self.teacher.head, teacher_states), self.teacher.spec.logits
         return draft_loss(
-            self.objective, (states, matrix), rows.labels, tokens, size, rule=rule, target=target,
+            self.objective, (states, matrix), rows.labels, draft_tokens, vocab_size, rule=rule, target=target_factors,
             target_rule=target_rule, top_k=top_k, slots=rows.slots, shares=shares,
         )  # fmt: skip
 
@@ -236,9 +236,9 @@ class SmallLMStudent(Student):
         """
         assert self.on_policy is not None
         assert self.teacher is not None
-        vocabulary, lm = min(len(self.stack.head.weight), len(self.teacher.head.weight)), unwrap_lm(self.lm)
-        rows = self.on_policy.continue_rows(lm, self.step, input_ids, labels, positions, vocabulary)
-        return *rows, (labels != IGNORE).sum(1) / (rows[1] != IGNORE).sum(1)
+        vocab_size, lm = min(len(self.stack.head.weight), len(self.teacher.head.weight)), unwrap_lm(self.lm)
+        sampled_rows = self.on_policy.continue_rows(lm, self.step, input_ids, labels, positions, vocab_size)
+        return *sampled_rows, (labels != IGNORE).sum(1) / (sampled_rows[1] != IGNORE).sum(1)
 
     @torch.no_grad()
     def teach(self, input_ids: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
@@ -272,17 +272,17 @@ def make_evaluation(
     The whole target, where its weights are here, writes them once, before training.
     """
     device = student.stack.device
-    stack = (student.teacher or load_target(config, target, device)) if target.is_seen else None
-    decoding = decoding if stack is None else decoding.answer(stack)
-    text, dtype = HeldOutText(heldout, 1, stack), pick_dtype(config.frozen_dtype, target.config, device)
-    session = partial(RecordedSession, vocabulary=target.config.vocab_size, device=device)
+    target_stack = (student.teacher or load_target(config, target, device)) if target.is_seen else None
+    decoding = decoding if target_stack is None else decoding.answer(target_stack)
+    heldout_text, dtype = HeldOutText(heldout, 1, target_stack), pick_dtype(config.frozen_dtype, target.config, device)
+    new_session = partial(RecordedSession, vocabulary=target.config.vocab_size, device=device)
 
     def evaluate(step: int) -> Metrics:
         drafter = layer_stack(student.merge_adapters(dtype))
-        scores = text.judge(drafter.logits_after_norm, lambda batch: (supervised_hidden(drafter, batch), None))
-        analytic = () if config.parallel else ("tau_analytic",)  # it is of one pass a token
-        metrics = {name: scores[name] for name in ("top1_target", *analytic) if name in scores}
-        return metrics | decoding.measure(partial(replay, session=session), draft_model_of(drafter))
+        scores = heldout_text.judge(drafter.logits_after_norm, lambda batch: (supervised_hidden(drafter, batch), None))
+        tau_names = () if config.parallel else ("tau_analytic",)  # it is of one pass a token
+        metrics = {name: scores[name] for name in ("top1_target", *tau_names) if name in scores}
+        return metrics | decoding.measure(partial(replay, session=new_session), draft_model_of(drafter))
 
     return evaluate
 
@@ -298,18 +298,18 @@ def save_drafter(
     drafter, vocabulary = student.merge_adapters(stored_dtype(target.config)), student.stack.draft_vocabulary
     drafter.set_attn_implementation(stock_attention_name(drafter))  # ours does not exist outside this project
     export_model(drafter, target.tokenizer, Path(config.out_dir))
-    facts: dict[str, object] = {"objective": config.objective}
-    facts |= {"tokens a pass": config.parallel} if config.parallel else {}
+    card_facts: dict[str, object] = {"objective": config.objective}
+    card_facts |= {"tokens a pass": config.parallel} if config.parallel else {}
     if vocabulary is not None:
-        facts |= {"tokens": f"{len(vocabulary.tokens)} of the target's {vocabulary.vocabulary}"}
-    facts |= {} if target.is_seen else {"target's weights": "not seen, only its vocabulary"}
-    facts["τ"] = identity["tau_of"]
-    use = small_lm.describe_use(config.parallel) if vocabulary is None else small_lm.USE_OF_SOME
-    write_records(config, use, facts, result, result.metrics, (small_lm.TRAINING_FILE, identity))
+        card_facts |= {"tokens": f"{len(vocabulary.tokens)} of the target's {vocabulary.vocabulary}"}
+    card_facts |= {} if target.is_seen else {"target's weights": "not seen, only its vocabulary"}
+    card_facts["τ"] = identity["tau_of"]
+    usage = small_lm.describe_use(config.parallel) if vocabulary is None else small_lm.USE_OF_SOME
+    write_records(config, usage, card_facts, result, result.metrics, (small_lm.TRAINING_FILE, identity))
 
 
-def plan_memory(config: FinetuneConfig, target: PreTrainedConfig, drafter: PreTrainedConfig) -> Plan:
-    """The memory of training a small LM of config `drafter`, with a target of this config."""
-    storage = Storage.of(config.frozen_dtype, target, config.seq_len, planned_device())
-    parts = target_memory(target, storage) if config.target else []
-    return Plan([*parts, *fit_memory(config, empty_model(drafter), 0, target.vocab_size)], {})
+def plan_memory(config: FinetuneConfig, target_config: PreTrainedConfig, lm_config: PreTrainedConfig) -> Plan:
+    """The memory of training a small LM of config `lm_config`, with a target of this config."""
+    storage = Storage.of(config.frozen_dtype, target_config, config.seq_len, planned_device())
+    memories = target_memory(target_config, storage) if config.target else []
+    return Plan([*memories, *fit_memory(config, empty_model(lm_config), 0, target_config.vocab_size)], {})

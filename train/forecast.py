@@ -35,7 +35,7 @@ from outrider.train.pipeline_run import check_steps, plan_steps, require_one_pro
 from outrider.train.settings.forecast import FORECAST_FILE, FORECAST_KINDS, TRAININGS, ForecastConfig
 from outrider.train.settings.pipeline import MINUTES, PipelineConfig
 
-LONGER = (1.0, 2.0, 4.0, 8.0)  # sizes that are forecast, as multiples of the whole budget
+MULTIPLES = (1.0, 2.0, 4.0, 8.0)  # sizes that are forecast, as multiples of the whole budget
 LEAST_ANSWERS = 12  # of the smallest share, of which the half is held out
 STEPS_OF_DOUBLING = 4  # sizes at which break-even is looked for
 NO_LIMIT = {"fit.epochs": None, "fit.steps": 1_000_000}  # the minutes end a training
@@ -55,7 +55,7 @@ class KindForecast:
     """What is expected of a kind.
 
     speedup, verdict: of the largest training; the verdict says whether it is faster than plain decoding. even: τ at
-    which it breaks even. Both are None where `judged_speedup` is. minutes_to_even: None if not within `LONGER`.
+    which it breaks even. Both are None where `judged_speedup` is. minutes_to_even: None if not within `MULTIPLES`.
     """
 
     kind: str
@@ -86,80 +86,80 @@ def forecast(config: ForecastConfig) -> None:
     folder = require_writable(config.out_dir)
     with only_run(folder, "a forecast"):
         require_free(folder, config.run_files, config.resume)
-        records, shares = count_records(config), [*config.shares, *([1.0] if config.outcome else [])]
-        pipelines = [pipeline_of(config, share, records) for share in shares]
-        plans = [plan_steps(pipeline, config_for) for pipeline in pipelines]
-        for pipeline, plan in zip(pipelines, plans, strict=True):
-            check_steps(pipeline, plan)
-        reports: dict[float, list[MethodReport]] = {}
-        for share, pipeline, plan in zip(shares, pipelines, plans, strict=True):
-            run_pipeline(pipeline, plan)
-            reports[share] = read_reports(plan[-1].product, "remove it, and resume=true does the step again")
+        record_count, budget_shares = count_records(config), [*config.shares, *([1.0] if config.outcome else [])]
+        pipeline_configs = [pipeline_of(config, share, record_count) for share in budget_shares]
+        step_lists = [plan_steps(pipeline_config, config_for) for pipeline_config in pipeline_configs]
+        for pipeline_config, steps in zip(pipeline_configs, step_lists, strict=True):
+            check_steps(pipeline_config, steps)
+        reports_by_share: dict[float, list[MethodReport]] = {}
+        for share, pipeline_config, steps in zip(budget_shares, pipeline_configs, step_lists, strict=True):
+            run_pipeline(pipeline_config, steps)
+            reports_by_share[share] = read_reports(steps[-1].product, "remove it, and resume=true does the step again")
             if share == config.shares[-1]:
-                write_forecast(config, folder, records, kinds := forecast_kinds(config, reports), {})
+                write_forecast(config, folder, record_count, forecasts := forecast_kinds(config, reports_by_share), {})
         if config.outcome:
-            outcomes = {kind.kind: judge_outcome(kind, reports[1.0]) for kind in kinds}
-            write_forecast(config, folder, records, kinds, outcomes)
+            outcomes = {prospect.kind: judge_outcome(prospect, reports_by_share[1.0]) for prospect in forecasts}
+            write_forecast(config, folder, record_count, forecasts, outcomes)
 
 
 def count_records(config: ForecastConfig) -> int:
     """The number of answers. Raises `UserError` if the smallest share has fewer than `LEAST_ANSWERS`."""
-    records = sum(1 for path in resolve_paths([config.answers]) for _ in read_file(path))
+    count = sum(1 for path in resolve_paths([config.answers]) for _ in read_file(path))
     least = math.ceil(LEAST_ANSWERS / config.shares[0])
-    config.require("answers", records >= least, f"{least} of them for shares={[*config.shares]}, there are {records}")
-    return records
+    config.require("answers", count >= least, f"{least} of them for shares={[*config.shares]}, there are {count}")
+    return count
 
 
-def pipeline_of(config: ForecastConfig, share: float, records: int) -> PipelineConfig:
-    """The pipeline that trains and measures at this `share` of minutes and `records`."""
+def pipeline_of(config: ForecastConfig, share: float, record_count: int) -> PipelineConfig:
+    """The pipeline that trains and measures at this `share` of minutes and `record_count`."""
     experiment = config_for("train/pipeline.py", ["experiment=auto"])
     assert isinstance(experiment, PipelineConfig)
-    template: dict[str, object] = {} if config.template == "auto" else {"template": config.template}
-    template |= {KWARGS: config.chat_template_kwargs} if config.chat_template_kwargs else {}
+    template_options: dict[str, object] = {} if config.template == "auto" else {"template": config.template}
+    template_options |= {KWARGS: config.chat_template_kwargs} if config.chat_template_kwargs else {}
     data: dict[str, object] = {"data": "responses", "data.path": config.answers}
-    count = round(share * records)
-    data |= {"data.max_records": count} if share < 1 else {}
-    data |= {f"data.{key}": value for key, value in template.items()}
-    heldout = {"data.heldout_fraction": heldout_share(count)}
-    limit = {MINUTES: float(f"{share * config.minutes:.3g}"), **NO_LIMIT, **heldout}
+    answer_count = round(share * record_count)
+    data |= {"data.max_records": answer_count} if share < 1 else {}
+    data |= {f"data.{key}": value for key, value in template_options.items()}
+    heldout_options = {"data.heldout_fraction": heldout_share(answer_count)}
+    limit = {MINUTES: float(f"{share * config.minutes:.3g}"), **NO_LIMIT, **heldout_options}
     step_options: dict[str, dict[str, object]] = {}
     for kind in config.kinds:
         step, _ = FORECAST_KINDS[kind]
         step_options[step] = experiment.steps[step] | data | (limit if "fit.epochs" in experiment.steps[step] else {})
-    methods = [FORECAST_KINDS[kind][1] for kind in config.kinds]
-    report_options: dict[str, object] = {"prompts": config.prompts, "method": methods}
+    method_names = [FORECAST_KINDS[kind][1] for kind in config.kinds]
+    report_options: dict[str, object] = {"prompts": config.prompts, "method": method_names}
     report_options |= {
         "num_prompts": config.num_prompts,
         "max_new_tokens": config.max_new_tokens,
         "dtype": config.dtype,
     }
-    step_options["report"] = report_options | {"compare_transformers": False} | template
+    step_options["report"] = report_options | {"compare_transformers": False} | template_options
     out_dir = str(Path(config.out_dir, TRAININGS, f"share_{share:.4g}"))
     return PipelineConfig(steps=step_options, target=config.target, out_dir=out_dir, resume=True)
 
 
-def forecast_kinds(config: ForecastConfig, reports: Mapping[float, Sequence[MethodReport]]) -> list[KindForecast]:
+def forecast_kinds(config: ForecastConfig, share_reports: Mapping[float, Sequence[MethodReport]]) -> list[KindForecast]:
     """The forecast of each kind. reports: by share, of all kinds."""
-    return [forecast_kind(config, kind, {size: _report_of(kind, report) for size, report in reports.items()})
+    return [forecast_kind(config, kind, {share: _report_of(kind, report) for share, report in share_reports.items()})
             for kind in config.kinds]  # fmt: skip
 
 
-def forecast_kind(config: ForecastConfig, kind: str, reports: Mapping[float, MethodReport]) -> KindForecast:
+def forecast_kind(config: ForecastConfig, kind: str, report_by_share: Mapping[float, MethodReport]) -> KindForecast:
     """The forecast of a kind. reports: by share."""
     trained = tuple(
-        TrainedSize(size, report.figures.tau, max(1, round(report.tokens / report.figures.tau)))
-        for size, report in reports.items()
+        TrainedSize(share, report.figures.tau, max(1, round(report.tokens / report.figures.tau)))
+        for share, report in report_by_share.items()
     )
-    last = reports[max(reports)]
-    speedup = judged_speedup(last)
-    even = None if speedup is None else last.figures.tau / speedup
-    steps = round(STEPS_OF_DOUBLING * math.log2(LONGER[-1] / config.shares[0]))
-    finer = [config.shares[0] * 2 ** (step / STEPS_OF_DOUBLING) for step in range(steps + 1)]
-    later = forecast_tau(trained, finer)
-    paying = (config.minutes * point.size for point in later if even is not None and point.tau >= even)
-    expected = tuple(forecast_tau(trained, LONGER))
+    largest = report_by_share[max(report_by_share)]
+    speedup = judged_speedup(largest)
+    even_tau = None if speedup is None else largest.figures.tau / speedup
+    step_count = round(STEPS_OF_DOUBLING * math.log2(MULTIPLES[-1] / config.shares[0]))
+    fine_sizes = [config.shares[0] * 2 ** (step / STEPS_OF_DOUBLING) for step in range(step_count + 1)]
+    fine_curve = forecast_tau(trained, fine_sizes)
+    minutes = (config.minutes * point.size for point in fine_curve if even_tau is not None and point.tau >= even_tau)
+    expected = tuple(forecast_tau(trained, MULTIPLES))
     return KindForecast(
-        kind, FORECAST_KINDS[kind][1], trained, speedup, even, expected, min(paying, default=None), last.verdict
+        kind, FORECAST_KINDS[kind][1], trained, speedup, even_tau, expected, min(minutes, default=None), largest.verdict
     )
 
 
@@ -174,24 +174,24 @@ def _report_of(kind: str, reports: Sequence[MethodReport]) -> MethodReport:
     return next(report for report in reports if report.method == method_name)
 
 
-def judge_outcome(kind: KindForecast, reports: Sequence[MethodReport]) -> Outcome:
+def judge_outcome(kind_forecast: KindForecast, reports: Sequence[MethodReport]) -> Outcome:
     """The outcome of the whole budget beside its forecast, the first of `expected`."""
-    report, expected = _report_of(kind.kind, reports), kind.expected[0]
+    report, expected = _report_of(kind_forecast.kind, reports), kind_forecast.expected[0]
     tau = report.figures.tau
     return Outcome(tau, judged_speedup(report), expected.low <= tau <= expected.high)
 
 
-def describe_kind(kind: KindForecast, minutes: float) -> str:
+def describe_kind(kind: KindForecast, budget_minutes: float) -> str:
     """The forecast of a kind in a sentence."""
-    (budget, *_), (*_, trained) = kind.expected, kind.trained
-    text = f"{kind.kind}: τ is {trained.tau:.2f} after {trained.size * minutes:.3g} minutes"
-    prospect = f"expected after {minutes:g} minutes: τ {budget.tau:.2f} [{budget.low:.2f}, {budget.high:.2f}]"
+    (budget, *_), (*_, last_trained) = kind.expected, kind.trained
+    text = f"{kind.kind}: τ is {last_trained.tau:.2f} after {last_trained.size * budget_minutes:.3g} minutes"
+    prospect = f"expected after {budget_minutes:g} minutes: τ {budget.tau:.2f} [{budget.low:.2f}, {budget.high:.2f}]"
     if kind.even is None:
-        busy = f"its speed cannot be judged: the machine was busy, or fewer than {MIN_PROMPTS} prompts were measured"
-        return f"{text}; {prospect}; {busy}"
+        reason = f"its speed cannot be judged: the machine was busy, or fewer than {MIN_PROMPTS} prompts were measured"
+        return f"{text}; {prospect}; {reason}"
     if kind.minutes_to_even is None:
-        pays = f"it will not pay within {LONGER[-1] * minutes:g} minutes"
-    elif trained.tau < kind.even:
+        pays = f"it will not pay within {MULTIPLES[-1] * budget_minutes:g} minutes"
+    elif last_trained.tau < kind.even:
         pays = f"it pays from about {kind.minutes_to_even:.3g} minutes"
     else:
         pays = "it pays already" if kind.verdict == "faster" else "whether it pays already is undecided"
@@ -211,14 +211,14 @@ def write_forecast(
 ) -> None:
     """Print the forecast and its outcomes, and write both to `FORECAST_FILE` and to README.md in `folder`."""
     lines = [describe_kind(kind, config.minutes) for kind in kinds]
-    for name, outcome in outcomes.items():
+    for kind_name, outcome in outcomes.items():
         verdict = "inside" if outcome.inside else "outside"
-        speed = "" if outcome.speedup is None else f", speed-up {outcome.speedup:.2f}"
-        lines.append(f"{name}: the outcome is τ {outcome.tau:.2f}{speed}, {verdict} the interval")
-    table = fill_table(TABLE, [*_table_rows(config, records, kinds)]).markdown()
-    write_atomically(folder / CARD_FILE, "\n".join(["# Forecast", "", *lines, "", *table, ""]).encode())
+        speed_text = "" if outcome.speedup is None else f", speed-up {outcome.speedup:.2f}"
+        lines.append(f"{kind_name}: the outcome is τ {outcome.tau:.2f}{speed_text}, {verdict} the interval")
+    table_lines = fill_table(TABLE, [*_table_rows(config, records, kinds)]).markdown()
+    write_atomically(folder / CARD_FILE, "\n".join(["# Forecast", "", *lines, "", *table_lines, ""]).encode())
     content = {"minutes": config.minutes, "answers": records, "machine": describe_machine(), "made_with": provenance()}
     content |= {"kinds": [asdict(kind) for kind in kinds], "settings": config.decisions()}
-    content |= {"outcomes": {name: asdict(outcome) for name, outcome in outcomes.items()}}
+    content |= {"outcomes": {kind_name: asdict(outcome) for kind_name, outcome in outcomes.items()}}
     write_json(folder / FORECAST_FILE, content)
     print("\n".join([*lines, f"forecast out_dir={folder} state=complete"]), flush=True)

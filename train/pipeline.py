@@ -7,17 +7,17 @@ from outrider.base.words import quote_value
 from outrider.commands import config_for, run_script
 from outrider.train.settings.pipeline import REMOVED, PipelineConfig
 
-_OF_STEP = re.compile(r"\A(~?)\+{0,2}steps\.(\w+)\.([^=]+)(?:=(.*))?\Z", re.DOTALL)
+_STEP_OPTION = re.compile(r"\A(~?)\+{0,2}steps\.(\w+)\.([^=]+)(?:=(.*))?\Z", re.DOTALL)
 
 
-def collect_step_options(words: Sequence[str]) -> list[str]:
-    """`words` with steps.NAME.KEY=VALUE and ~steps.NAME.KEY as values of the option `more`."""
+def collect_step_options(arguments: Sequence[str]) -> list[str]:
+    """`arguments` with steps.NAME.KEY=VALUE and ~steps.NAME.KEY as values of the option `more`."""
 
     def as_value(match: re.Match[str]) -> str:
-        tilde, name, key, value = match.groups()
-        return f"++more.{name}={{{key}:{quote_value(REMOVED) if tilde else value}}}"
+        tilde, step_name, key, value = match.groups()
+        return f"++more.{step_name}={{{key}:{quote_value(REMOVED) if tilde else value}}}"
 
-    return [_OF_STEP.sub(as_value, word) for word in words]
+    return [_STEP_OPTION.sub(as_value, argument) for argument in arguments]
 
 
 def carry_out_steps(config: PipelineConfig) -> None:

@@ -37,67 +37,67 @@ def plan_steps(config: PipelineConfig, config_for: ConfigFor) -> list[Step]:
 
     Raises `UserError`, naming the step, for options that a command refuses.
     """
-    largest = size_limits(config)
-    return [plan_step(config, name, largest, config_for) for name in config.to_do]
+    option_limits = size_limits(config)
+    return [plan_step(config, name, option_limits, config_for) for name in config.to_do]
 
 
 def size_limits(config: PipelineConfig) -> dict[str, int]:
     """By option, the most that the target allows; nothing for a target that a step makes, or that cannot be opened."""
-    tokenizer = config.steps.get("responses", {}).get("tokenizer")  # of a target whose weights are elsewhere
+    tokenizer_path = config.steps.get("responses", {}).get("tokenizer")  # of a target whose weights are elsewhere
     try:
-        if config.target is None and tokenizer is None:
+        if config.target is None and tokenizer_path is None:
             return {}
-        opened = open_target(config.target, by_layers=False) if config.target else open_unseen(str(tokenizer))
-        target = opened.config
+        target = open_target(config.target, by_layers=False) if config.target else open_unseen(str(tokenizer_path))
+        target_config = target.config
     except UserError:  # the checks of the steps raise it again, with the step's name
         return {}
-    context = context_limit(target)
-    return {"draft_vocabulary": target.vocab_size, "seq_len": context, "decode_tokens": context // 2}
+    max_context = context_limit(target_config)
+    return {"draft_vocabulary": target_config.vocab_size, "seq_len": max_context, "decode_tokens": max_context // 2}
 
 
-def plan_step(config: PipelineConfig, name: str, largest: Mapping[str, int], config_for: ConfigFor) -> Step:
-    """The step `name`. largest: see `size_limits`."""
-    options, command = merge_options(config, name, largest), STEPS[name]
-    inputs = [step for step in config.to_do if f"{HERE}/{step}" in str(options)]
-    if name == "report" and "calibrate" in config.to_do:  # which writes to the directory of the early exit
-        inputs.append("calibrate")
-    paths = {key: _fill_paths(value, str(config.folder)) for key, value in options.items()}
-    words = write_words({**paths, "out_dir": str(config.folder / name), "resume": True})
-    with _name_step(name):
-        settings = config_for(command.script, words)
+def plan_step(config: PipelineConfig, step_name: str, option_limits: Mapping[str, int], config_for: ConfigFor) -> Step:
+    """The step `step_name`. largest: see `size_limits`."""
+    options, command = merge_options(config, step_name, option_limits), STEPS[step_name]
+    input_names = [step for step in config.to_do if f"{HERE}/{step}" in str(options)]
+    if step_name == "report" and "calibrate" in config.to_do:  # which writes to the directory of the early exit
+        input_names.append("calibrate")
+    filled_options = {key: _fill_paths(value, str(config.folder)) for key, value in options.items()}
+    argv = write_words({**filled_options, "out_dir": str(config.folder / step_name), "resume": True})
+    with _name_step(step_name):
+        settings = config_for(command.script, argv)
     settings = shrink(settings, config.folder) if config.debug else settings
-    product, minutes = config.folder / name / command.product, config.estimate_minutes(name)
-    return Step(name, command.script, words, settings, product, write_words(options), inputs, minutes)
+    product_file, minutes = config.folder / step_name / command.product, config.estimate_minutes(step_name)
+    return Step(step_name, command.script, argv, settings, product_file, write_words(options), input_names, minutes)
 
 
-def merge_options(config: PipelineConfig, name: str, largest: Mapping[str, int]) -> dict[str, object]:
+def merge_options(config: PipelineConfig, step_name: str, option_limits: Mapping[str, int]) -> dict[str, object]:
     """The options of a step: the products that it reads, the experiment's options, and the user's, which replace them.
 
-    A number in the experiment is at most that of `largest`.
+    A number in the experiment is at most that of `option_limits`.
     """
-    experiment, more = {**config.steps[name]}, config.more.get(name, {})
-    for key, value in config.steps[name].items():
-        if key in largest and isinstance(value, int):
-            experiment[key] = min(value, largest[key])
-    if config.minutes is not None and config.scaled_minutes(name):
-        experiment[MINUTES] = config.scaled_minutes(name)
-    links = STEPS[name].links
-    if name == "prompts" and "file" in experiment:  # then no target writes them
+    base_options, user_options = {**config.steps[step_name]}, config.more.get(step_name, {})
+    for key, value in config.steps[step_name].items():
+        if key in option_limits and isinstance(value, int):
+            base_options[key] = min(value, option_limits[key])
+    if config.minutes is not None and config.scaled_minutes(step_name):
+        base_options[MINUTES] = config.scaled_minutes(step_name)
+    links = STEPS[step_name].links
+    if step_name == "prompts" and "file" in base_options:  # then no target writes them
         links = {}
     options: dict[str, object] = {option: path for option in links if (path := _find_product(config, links[option]))}
-    reader = _READERS.get(str({**experiment, **more}.get("data")))
-    answers = {reader: f"{HERE}/responses/responses-*.jsonl"} if reader else {}
-    options |= answers | experiment | more
+    answers_option = _READERS.get(str({**base_options, **user_options}.get("data")))
+    answer_options = {answers_option: f"{HERE}/responses/responses-*.jsonl"} if answers_option else {}
+    options |= answer_options | base_options | user_options
     return {key: value for key, value in options.items() if value != REMOVED}
 
 
-def _find_product(config: PipelineConfig, product: str) -> str | None:
+def _find_product(config: PipelineConfig, product_name: str) -> str | None:
     """The path of a product (see `StepCommand.links`); None if no step makes it.
 
     Example: {out_dir}/prompts/train.jsonl for the product prompts/train.jsonl, which the step prompts makes.
     """
-    if product != TARGET:
-        return f"{HERE}/{product}" if product.partition("/")[0] in config.to_do else None
+    if product_name != TARGET:
+        return f"{HERE}/{product_name}" if product_name.partition("/")[0] in config.to_do else None
     if config.target:
         return config.target
     return next((f"{HERE}/{step}" for step in TARGET_STEPS if step in config.to_do), None)
@@ -119,22 +119,22 @@ def check_steps(config: PipelineConfig, steps: Sequence[Step]) -> None:
 
 def _read_inputs(step: Step) -> None:
     """Read the inputs of a step, except products of other steps."""
-    products = {word.partition("=")[0] for word in step.options if HERE in word}
+    product_options = {word.partition("=")[0] for word in step.options if HERE in word}
 
     def is_input(key: str) -> bool:
-        return key not in products
+        return key not in product_options
 
     step.settings.require_paths(is_input)
     check_inputs(step.settings, is_input)
 
 
 @contextmanager
-def _name_step(name: str) -> Iterator[None]:
+def _name_step(step_name: str) -> Iterator[None]:
     """Context manager: a `UserError` names the step."""
     try:
         yield
     except UserError as error:
-        raise UserError(f"step {name}, before any has run: {error}") from None
+        raise UserError(f"step {step_name}, before any has run: {error}") from None
 
 
 def require_one_process(command: str) -> None:
@@ -167,9 +167,9 @@ def run_pipeline(config: PipelineConfig, steps: Sequence[Step], limit: TimeLimit
         if limit is not None:
             limit = replace(limit, earlier=limit.earlier + _sum_seconds(records))
         for number, step in enumerate(steps, 1):
-            timed = _limit_last(step, records, limit) if limit is not None and number == len(steps) else step
-            seconds_left = estimate_left(step, steps[number:], records, limit)
-            has_run = run_step(timed, records, f"step {number}/{len(steps)} {step.name}", seconds_left)
+            limited_step = _limit_last(step, records, limit) if limit is not None and number == len(steps) else step
+            seconds_left_of = estimate_left(step, steps[number:], records, limit)
+            has_run = run_step(limited_step, records, f"step {number}/{len(steps)} {step.name}", seconds_left_of)
             if step.name == "report" and not has_run:  # a step that runs shows its own
                 print(step.product.with_suffix(".md").read_bytes().decode(errors="replace"), flush=True)
     print(f"pipeline seconds={_sum_seconds(records):.1f} state=complete out_dir={out_dir}", flush=True)
@@ -185,10 +185,10 @@ def _limit_last(step: Step, records: Records, limit: TimeLimit) -> Step:
     if not isinstance(settings, EvaluateConfig):
         return step
     # A report's limit is for all its runs: add the seconds of its stopped runs, which `limit` has counted as spent.
-    earlier = record.seconds if record and not record.finished else 0.0
-    loading = (step.expected or 0.0) - (settings.minutes or 0.0)
-    minutes = (limit.left() + earlier) / 60 - loading
-    return replace(step, settings=replace(settings, minutes=max(0.1, minutes)))
+    earlier_seconds = record.seconds if record and not record.finished else 0.0
+    loading_minutes = (step.expected or 0.0) - (settings.minutes or 0.0)
+    minutes_limit = (limit.left() + earlier_seconds) / 60 - loading_minutes
+    return replace(step, settings=replace(settings, minutes=max(0.1, minutes_limit)))
 
 
 def estimate_left(
@@ -197,9 +197,9 @@ def estimate_left(
     """A function from the seconds that a step has taken to those left of it and of the `later_steps`; None: unknown."""
     if limit is not None:
         return lambda _: limit.left()
-    finished = {name for name, record in records.items() if record.finished}
-    minutes = [step.expected, *(later.expected for later in later_steps if later.name not in finished)]
-    if None in minutes:
+    finished_names = {name for name, record in records.items() if record.finished}
+    expected_minutes = [step.expected, *(later.expected for later in later_steps if later.name not in finished_names)]
+    if None in expected_minutes:
         return lambda _: None
-    seconds, *later_seconds = (60 * (expected or 0.0) for expected in minutes)
-    return lambda spent: max(0.0, seconds - spent) + sum(later_seconds)
+    step_seconds, *later_seconds = (60 * (expected or 0.0) for expected in expected_minutes)
+    return lambda spent_seconds: max(0.0, step_seconds - spent_seconds) + sum(later_seconds)

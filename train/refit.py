@@ -76,7 +76,7 @@ _COMMANDS = {
     MTP.name: STEPS[TRAINABLE[EAGLE3.name].step],
     DFLASH.name: StepCommand("train/dspark.py", "dflash.json", {}),
 }
-_EPOCHS, _HELDOUT = 4, 0.1  # of a training: most passes over the traffic, and the share that chooses the weights
+_MAX_EPOCHS, _HELDOUT = 4, 0.1  # of a training: most passes over the traffic, and the share that chooses the weights
 _REMEDY = "give another out_dir"
 
 
@@ -132,14 +132,14 @@ def refit(config: RefitConfig) -> None:
         folder = find_folder(out_dir, config.resume)
         version = plan_version(config, out_dir, folder)
         target = find_target(config, version)
-        begins = not (folder / PLAN).exists()
-        older = split_traffic(config, folder, version) if begins else read_traffic([str(folder / OLDER)])
-        training = plan_training(config, folder, version, target, older)
-        if begins:
+        is_new = not (folder / PLAN).exists()
+        conversations = split_traffic(config, folder, version) if is_new else read_traffic([str(folder / OLDER)])
+        training_step = plan_training(config, folder, version, target, conversations)
+        if is_new:
             open_drafters(folder, version, target, [version.start], torch.device("cpu"))
             write_json(folder / PLAN, asdict(version))
         if not (folder / RECORD).exists():
-            steps.run_step(training, steps.read_records([training]), f"version {folder.name}", lambda _: None)
+            steps.run_step(training_step, steps.read_records([training_step]), f"version {folder.name}", lambda _: None)
             comparison = compare(folder, version, target, config.seed)
             if comparison.gain[0] > 0:
                 make_current(out_dir, folder / DRAFTER)
@@ -158,35 +158,35 @@ def find_folder(out_dir: Path, resume: bool) -> Path:
             f"out_dir={out_dir}: version {folders[-1].name} is not finished; resume=true goes on with it, also with "
             f"other options of its training; if you remove {folders[-1]}, another version begins"
         )
-    number = int(folders[-1].name) + 1 if folders else 1
-    return folders[-1] if folders and resume else out_dir / VERSIONS / f"{number:04}"
+    version_number = int(folders[-1].name) + 1 if folders else 1
+    return folders[-1] if folders and resume else out_dir / VERSIONS / f"{version_number:04}"
 
 
 def plan_version(config: RefitConfig, out_dir: Path, folder: Path) -> Version:
     """The version in `folder`, if it has begun; else one that continues the current drafter, or first the one given."""
-    current, checkpoint = out_dir / CURRENT, os.path.realpath(str(config.checkpoint))
-    plans = sorted((out_dir / VERSIONS).glob(f"*/{PLAN}"))
-    if plans:
-        drafter = str(read_version(plans[0].parent).made_of["checkpoint"])
-        is_known = checkpoint in (os.path.realpath(drafter), os.path.realpath(current))
-        config.require("checkpoint", is_known, f"{drafter}, of which {out_dir} has versions, or {current}")
-        checkpoint = os.path.realpath(drafter)
-    made_of = _identity(config.decisions(), checkpoint)
+    link, checkpoint = out_dir / CURRENT, os.path.realpath(str(config.checkpoint))
+    plan_files = sorted((out_dir / VERSIONS).glob(f"*/{PLAN}"))
+    if plan_files:
+        first_checkpoint = str(read_version(plan_files[0].parent).made_of["checkpoint"])
+        is_known = checkpoint in (os.path.realpath(first_checkpoint), os.path.realpath(link))
+        config.require("checkpoint", is_known, f"{first_checkpoint}, of which {out_dir} has versions, or {link}")
+        checkpoint = os.path.realpath(first_checkpoint)
+    identity = _identity(config.decisions(), checkpoint)
     if (folder / PLAN).exists():
         version = read_version(folder)
-        check_identity(_identity(version.made_of, checkpoint), made_of, folder / PLAN)
+        check_identity(_identity(version.made_of, checkpoint), identity, folder / PLAN)
         return version
-    if current.is_symlink() and not current.exists():
-        raise UserError(f"out_dir={out_dir}: {current} names {os.readlink(current)}, which is gone; remove the link")
-    start = os.path.realpath(current) if current.exists() else checkpoint
-    version = Version(made_of, start, config.template or "tokenizer", {})
-    sources = sources_in(version.kind.load_plugin().training_record(start).data)
+    if link.is_symlink() and not link.exists():
+        raise UserError(f"out_dir={out_dir}: {link} names {os.readlink(link)}, which is gone; remove the link")
+    start_path = os.path.realpath(link) if link.exists() else checkpoint
+    version = Version(identity, start_path, config.template or "tokenizer", {})
+    sources = sources_in(version.kind.load_plugin().training_record(start_path).data)
     sources = [source for source in sources if config.template in (None, source.template)]
     renderings = [(source.template, source.chat_template_kwargs) for source in sources]
-    is_clear = all(rendering == renderings[0] for rendering in renderings)
-    config.require("template", is_clear, f"one way to render, as the drafter's training had several: {renderings}")
-    for template, arguments in renderings[:1]:
-        version = replace(version, template=template, arguments=arguments)
+    is_unique = all(rendering == renderings[0] for rendering in renderings)
+    config.require("template", is_unique, f"one way to render, as the drafter's training had several: {renderings}")
+    for template, template_kwargs in renderings[:1]:
+        version = replace(version, template=template, arguments=template_kwargs)
     return version
 
 
@@ -200,15 +200,15 @@ def _identity(decisions: Mapping[str, object], checkpoint: str) -> dict[str, obj
 def read_version(folder: Path) -> Version:
     """The version in `folder`. Its start is looked for beside it, if the folder of all versions has moved."""
     version: Version = read_as(Version, folder / PLAN, "plan of a refit", _REMEDY)
-    moved = folder.parent / Path(version.start).parent.name / DRAFTER
+    moved_path = folder.parent / Path(version.start).parent.name / DRAFTER
     is_gone = Path(version.start).name == DRAFTER and not os.path.exists(version.start)
-    return replace(version, start=os.path.realpath(moved)) if is_gone and moved.exists() else version
+    return replace(version, start=os.path.realpath(moved_path)) if is_gone and moved_path.exists() else version
 
 
 def find_target(config: RefitConfig, version: Version) -> OpenTarget:
     """The model that wrote the answers, or only its tokenizer. Raises `UserError`."""
-    shared = version.kind.layers and config.tokenizer is not None
-    config.require("tokenizer", not shared, f"null and target=, of which an {version.kind.name} reads layers")
+    lacks_layers = version.kind.layers and config.tokenizer is not None
+    config.require("tokenizer", not lacks_layers, f"null and target=, of which an {version.kind.name} reads layers")
     if version.kind == EARLY_EXIT:
         return open_target_of(version.start, config.target, config.revision)
     config.require_one()
@@ -225,17 +225,17 @@ def split_traffic(config: RefitConfig, folder: Path, version: Version) -> list[C
     older, newest = split_newest(conversations, config.heldout_share)
     drafter = Path(version.start)
     while version.kind == NGRAMS and (drafter.parent / PLAN).exists():
-        counted = {digest_of(conversation.raw) for conversation in read_traffic([str(drafter.parent / OLDER)])}
-        older = [conversation for conversation in older if digest_of(conversation.raw) not in counted]
+        counted_digests = {digest_of(conversation.raw) for conversation in read_traffic([str(drafter.parent / OLDER)])}
+        older = [conversation for conversation in older if digest_of(conversation.raw) not in counted_digests]
         drafter = Path(read_version(drafter.parent).start)
     if not older or len({conversation.first_turn for conversation in newest}) < MIN_PROMPTS:
         expected = f"some to learn from (there are {len(older)}), and {MIN_PROMPTS} newer first turns to compare on"
         raise UserError(f"logs={','.join(config.logs)}: {len(conversations)} answers: expected {expected}")
-    for name, part in ((OLDER, older), (NEWEST, newest)):
-        require_writable((folder / name).parent)
-        write_atomically(folder / name, as_json_lines(conversation.raw for conversation in part))
-    counts = f"answers_to_learn={len(older)} answers_to_compare={len(newest)}"
-    print(f"refit version={folder.name} start={version.start} {counts}", flush=True)
+    for file_name, subset in ((OLDER, older), (NEWEST, newest)):
+        require_writable((folder / file_name).parent)
+        write_atomically(folder / file_name, as_json_lines(conversation.raw for conversation in subset))
+    counts_text = f"answers_to_learn={len(older)} answers_to_compare={len(newest)}"
+    print(f"refit version={folder.name} start={version.start} {counts_text}", flush=True)
     return older
 
 
@@ -250,32 +250,32 @@ def plan_training(
     command = _COMMANDS[kind.name]
     options: dict[str, object] = {"data": "responses", "data.path": folder / OLDER, "data.template": version.template}
     options |= {f"data.{KWARGS}": version.arguments} if version.arguments else {}
-    by_tokenizer = kind == NGRAMS or not target.is_seen
-    options |= {"tokenizer" if by_tokenizer else "target": target.source, "revision": config.revision}
+    only_tokenizer = kind == NGRAMS or not target.is_seen
+    options |= {"tokenizer" if only_tokenizer else "target": target.source, "revision": config.revision}
     if kind == NGRAMS:
         options |= merge_options(TrigramTable.open(start), start)
     else:
-        record = kind.load_plugin().training_record(start).settings
-        names = [*_CONTINUED, *(_CONTINUED_OF_HEADS if kind in (EAGLE3, DFLASH) else ())]
-        options |= {name: record[name] for name in names if name in record}
+        old_settings = kind.load_plugin().training_record(start).settings
+        option_names = [*_CONTINUED, *(_CONTINUED_OF_HEADS if kind in (EAGLE3, DFLASH) else ())]
+        options |= {name: old_settings[name] for name in option_names if name in old_settings}
         if {**options, **config.training}.get("position_weights") != "decay":
             options.pop("step_decay", None)
         options |= {"drafter": "pretrained", "drafter.path": start} if kind == SMALL_LM else {"start": start}
-        share = max(_HELDOUT, heldout_share(len({conversation.first_turn for conversation in older})))
-        options |= {"minutes": config.minutes, "fit.epochs": _EPOCHS, "data.heldout_fraction": share}
+        heldout_fraction = max(_HELDOUT, heldout_share(len({conversation.first_turn for conversation in older})))
+        options |= {"minutes": config.minutes, "fit.epochs": _MAX_EPOCHS, "data.heldout_fraction": heldout_fraction}
         options |= {} if target.is_seen else {"objective": "cross_entropy", "position_weights": "none"}
     chosen_names = {word.partition("=")[0] for word in steps.write_words(config.training)}
-    words = [word for word in steps.write_words(options) if word.partition("=")[0] not in chosen_names]
-    words += [*steps.write_words(config.training), *steps.write_words({"out_dir": folder / DRAFTER, "resume": True})]
-    settings, product = config_for(command.script, words), folder / DRAFTER / command.product
+    argv = [word for word in steps.write_words(options) if word.partition("=")[0] not in chosen_names]
+    argv += [*steps.write_words(config.training), *steps.write_words({"out_dir": folder / DRAFTER, "resume": True})]
+    settings, product_file = config_for(command.script, argv), folder / DRAFTER / command.product
     require_writable(folder / LOGS)
-    return steps.Step(DRAFTER, command.script, words, settings, product, words, [])
+    return steps.Step(DRAFTER, command.script, argv, settings, product_file, argv, [])
 
 
 def merge_options(table: TrigramTable, folder: str) -> dict[str, object]:
     """Options by which the counts of the table in `folder` are added to the traffic's, of which rare n-grams stay."""
-    first, *_ = table.facts.get("merged") or [table.facts]
-    sizes = {"max_successors": first.get("max_successors"), "max_mb": table.facts.get("max_mb"), "min_count": 1}
+    first_facts, *_ = table.facts.get("merged") or [table.facts]
+    sizes = {"max_successors": first_facts.get("max_successors"), "max_mb": table.facts.get("max_mb"), "min_count": 1}
     shape = {"orders": sorted(table.levels), "suffixes": table.suffixes is not None}
     return {"merge": [folder], "data.heldout_fraction": 0.0, **shape, **sizes}
 
@@ -285,22 +285,22 @@ def merge_options(table: TrigramTable, folder: str) -> dict[str, object]:
 
 def compare(folder: Path, version: Version, target: OpenTarget, seed: int) -> Comparison:
     """Replay the held-out answers by both drafters."""
-    method, paths = method_of(version), (version.start, str(folder / DRAFTER))
-    answers, target, drafters = open_drafters(folder, version, target, paths, pick_device("auto"))
-    session = open_session(version, target, drafters)
-    rows = {first_turn: row for row, first_turn in enumerate(dict.fromkeys(answer.first_turn for answer in answers))}
+    method, drafter_paths = method_of(version), (version.start, str(folder / DRAFTER))
+    answers, target, drafters = open_drafters(folder, version, target, drafter_paths, pick_device("auto"))
+    new_session = open_session(version, target, drafters)
+    rows = {first_turn: i for i, first_turn in enumerate(dict.fromkeys(answer.first_turn for answer in answers))}
     counts = np.zeros((3, len(rows)), int)  # [3, n], by first turn: tokens after the prefill's, rounds before and after
     for answer in track_progress(answers, "replaying held-out answers", "answers"):
         size, streams = len(answer.ids), Streams(seed)
         replays = (
-            replay(new_drafter(method, d, streams), answer.prompt, answer.ids, max_new_tokens=size, session=session)
+            replay(new_drafter(method, d, streams), answer.prompt, answer.ids, max_new_tokens=size, session=new_session)
             for d in drafters
         )
         counts[:, rows[answer.first_turn]] += (size - 1, *(len(collect(rounds).rounds) for rounds in replays))
-    tokens, before, after = counts.sum(1).tolist()
-    gain = bootstrap_tau_gain(counts, Streams(seed).arrays("gain"))
-    greedy = all(conversation.raw.get("greedy") is True for conversation in read_traffic([str(folder / NEWEST)]))
-    return Comparison(len(rows), greedy, tokens / before, tokens / after, gain)
+    token_count, rounds_before, rounds_after = counts.sum(1).tolist()
+    gain_bounds = bootstrap_tau_gain(counts, Streams(seed).arrays("gain"))
+    is_greedy = all(conversation.raw.get("greedy") is True for conversation in read_traffic([str(folder / NEWEST)]))
+    return Comparison(len(rows), is_greedy, token_count / rounds_before, token_count / rounds_after, gain_bounds)
 
 
 def method_of(version: Version) -> MethodConfig:
@@ -324,10 +324,10 @@ def open_drafters(
     drafters: list[Drafters] = [{kind.name: model} for model in models]
     limits = [context_limit(target.config), *(limit for drafter in drafters for limit in position_limits(drafter))]
     answers = [answer for answer in answers if len(answer.prompt + answer.ids) <= min(limits)]
-    if (count := len({answer.first_turn for answer in answers})) < MIN_PROMPTS:
+    if (turn_count := len({answer.first_turn for answer in answers})) < MIN_PROMPTS:
         expected = f"{MIN_PROMPTS} or more, with answers of two tokens or more"
         expected += f"; left out {counts['refused']}: {counts.first}" if counts["refused"] else ""
-        raise UserError(f"logs: {count} held-out first turns fit the context: expected {expected}")
+        raise UserError(f"logs: {turn_count} held-out first turns fit the context: expected {expected}")
     return answers, target, drafters
 
 
@@ -356,32 +356,32 @@ def read_answers(folder: Path, version: Version, target: OpenTarget, counts: Cou
         for ids, supervised, _ in encode([record], tokenizer, version.template, counts):
             edges = np.flatnonzero(np.diff(supervised, prepend=False, append=False))  # begin and end of each answer
             for begin, end in edges.reshape(-1, 2).tolist():
-                start = max(1, begin)  # of a text that is learned as a whole
-                if end - start > 1:
-                    yield Answer(split_key(record), ids[:start].tolist(), ids[start:end].tolist())
+                answer_start = max(1, begin)  # of a text that is learned as a whole
+                if end - answer_start > 1:
+                    yield Answer(split_key(record), ids[:answer_start].tolist(), ids[answer_start:end].tolist())
 
 
 # --- keep
 
 
-def make_current(out_dir: Path, drafter: Path) -> None:
+def make_current(out_dir: Path, drafter_path: Path) -> None:
     """Let the link `current` name a drafter: the old one or the new one at any time."""
-    temporary, path, root = out_dir / f".{CURRENT}", drafter.resolve(), out_dir.resolve()
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(path.relative_to(root) if path.is_relative_to(root) else path)
-    os.replace(temporary, out_dir / CURRENT)
+    temp_link, path, root = out_dir / f".{CURRENT}", drafter_path.resolve(), out_dir.resolve()
+    temp_link.unlink(missing_ok=True)
+    temp_link.symlink_to(path.relative_to(root) if path.is_relative_to(root) else path)
+    os.replace(temp_link, out_dir / CURRENT)
 
 
 def go_back(out_dir: Path) -> None:
     """Return to the drafter that the current one continues."""
-    current = (out_dir / CURRENT).resolve()
-    if not (current.parent / PLAN).exists():
+    current_drafter = (out_dir / CURRENT).resolve()
+    if not (current_drafter.parent / PLAN).exists():
         raise UserError(f"out_dir={out_dir}: its current drafter continues no other; there is nothing to go back to")
-    start = Path(read_version(current.parent).start)
-    if kind_in(str(start)) is None:
-        raise UserError(f"out_dir={out_dir}: the drafter before it, {start}, is gone")
-    make_current(out_dir, start)
-    print(f"refit back from={current}\n{describe_swap(out_dir)}", flush=True)
+    start_path = Path(read_version(current_drafter.parent).start)
+    if kind_in(str(start_path)) is None:
+        raise UserError(f"out_dir={out_dir}: the drafter before it, {start_path}, is gone")
+    make_current(out_dir, start_path)
+    print(f"refit back from={current_drafter}\n{describe_swap(out_dir)}", flush=True)
 
 
 def report(out_dir: Path, folder: Path, version: Version) -> None:
@@ -390,18 +390,18 @@ def report(out_dir: Path, folder: Path, version: Version) -> None:
     low, high = result.gain
     taus = f"tau_before={result.before:.3f} tau_after={result.after:.3f} gain=[{low:.3f},{high:.3f}]"
     print(f"refit version={folder.name} first_turns={result.first_turns} greedy={result.greedy} {taus} kept={low > 0}")
-    stays = f"the gain is not above 0: the drafter stays {version.start}"
-    print(describe_swap(out_dir) if low > 0 else stays, flush=True)
+    no_gain_text = f"the gain is not above 0: the drafter stays {version.start}"
+    print(describe_swap(out_dir) if low > 0 else no_gain_text, flush=True)
 
 
 def describe_swap(out_dir: Path) -> str:
     """How servers get the current drafter, as text."""
     path = str((out_dir / CURRENT).resolve())
-    export = quote_word(write_option("checkpoint", path))
-    request = f"-H 'Content-Type: application/json' -d {quote_word(json.dumps({'checkpoint': path}))}"
+    export_option = quote_word(write_option("checkpoint", path))
+    curl_options = f"-H 'Content-Type: application/json' -d {quote_word(json.dumps({'checkpoint': path}))}"
     return f"""current drafter: {path}
-in a running outrider serve: curl http://localhost:8000/v1/drafter {request}
-in llama-server or vLLM: outrider export {export} target=MODEL engine=ENGINE out_dir=FOLDER,
+in a running outrider serve: curl http://localhost:8000/v1/drafter {curl_options}
+in llama-server or vLLM: outrider export {export_option} target=MODEL engine=ENGINE out_dir=FOLDER,
     and start the server by the line in README.md of FOLDER
 in a running vLLM 0.33, a small LM or an EAGLE-3 head: VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config let a process
     with a GPU send the weights, after POST /start_draft_weight_update"""

@@ -26,7 +26,7 @@ from outrider.train.settings.pipeline import LOGS, Options
 
 ROOT = Path(__file__).resolve().parent.parent
 _IMPORT_ROOT = Path(__file__).parents[2]  # where steps import this project from
-_SAVING = 20.0  # seconds that an interrupted step has to save what it has
+_SAVE_SECONDS = 20.0  # seconds that an interrupted step has to save what it has
 ConfigFor = Callable[[str, Sequence[str]], RunConfig]  # the settings of a script, by its options
 Records = dict[str, "Record"]  # by step
 
@@ -71,13 +71,13 @@ class Record:
 
 def write_words(options: Options) -> list[str]:
     """`options` as on a command line, with a dotted key for each value of a mapping."""
-    words: list[str] = []
+    argv: list[str] = []
     for key, value in options.items():
         if isinstance(value, Mapping) and value:
-            words += write_words({f"{key}.{inner}": nested for inner, nested in value.items()})
+            argv += write_words({f"{key}.{subkey}": subvalue for subkey, subvalue in value.items()})
         else:
-            words.append(write_option(key, value))
-    return words
+            argv.append(write_option(key, value))
+    return argv
 
 
 def read_records(steps: Sequence[Step]) -> Records:
@@ -104,7 +104,7 @@ def run_step(step: Step, records: Records, title: str, seconds_left: Callable[[f
     from others is begun anew. seconds_left(seconds of this step so far) gives the seconds left of all steps.
     Returns whether the step ran. Raises `UserError` if it fails.
     """
-    record, log, folder = records.get(step.name), step.record_file.with_suffix(".log"), step.product.parent
+    record, log_file, folder = records.get(step.name), step.record_file.with_suffix(".log"), step.product.parent
     made_from = {name: records[name].finished for name in step.inputs if name in records}
     if record and not made_from.items() <= record.made_from.items():  # the command would refuse to continue it
         with only_run(require_writable(folder), f"the product of step {step.name}"):
@@ -113,20 +113,20 @@ def run_step(step: Step, records: Records, title: str, seconds_left: Callable[[f
     if record and record.finished and step.product.exists():
         print(f"pipeline step={step.name} seconds={record.seconds:.1f} state=done-before", flush=True)
         return False
-    earlier_seconds, began = record.seconds if record and not record.finished else 0.0, time.time()
+    earlier_seconds, start_time = record.seconds if record and not record.finished else 0.0, time.time()
     record = _write_record(step, records, Record(step.options, earlier_seconds, 0.0, made_from))
     try:
-        with Stage(title, estimate=lambda: seconds_left(earlier_seconds + time.time() - began)) as stage:
-            time_left = "unknown" if stage.seconds_left is None else format_seconds(stage.seconds_left)
-            print(f"pipeline step={step.name} state=started log={log} left={time_left!r}", flush=True)
-            status = run_command(step.script, step.words, step.settings, log)
+        with Stage(title, estimate=lambda: seconds_left(earlier_seconds + time.time() - start_time)) as stage:
+            left_text = "unknown" if stage.seconds_left is None else format_seconds(stage.seconds_left)
+            print(f"pipeline step={step.name} state=started log={log_file} left={left_text!r}", flush=True)
+            exit_status = run_command(step.script, step.words, step.settings, log_file)
     finally:  # also if interrupted: a resumed step keeps its training, so its time is summed over all its runs
-        record = _write_record(step, records, replace(record, seconds=earlier_seconds + time.time() - began))
-    failed = status != 0 or not step.product.exists()
+        record = _write_record(step, records, replace(record, seconds=earlier_seconds + time.time() - start_time))
+    failed = exit_status != 0 or not step.product.exists()
     print(f"pipeline step={step.name} seconds={record.seconds:.1f} state={'failed' if failed else 'done'}", flush=True)
     if failed:
-        reason = f"exit status {status}" if status else f"it left no {step.name}/{step.product.name}"
-        raise UserError(f"step {step.name} failed ({reason}); see {log}; resume=true continues from this step")
+        reason = f"exit status {exit_status}" if exit_status else f"it left no {step.name}/{step.product.name}"
+        raise UserError(f"step {step.name} failed ({reason}); see {log_file}; resume=true continues from this step")
     _write_record(step, records, replace(record, finished=time.time()))
     return True
 
@@ -137,40 +137,40 @@ def _write_record(step: Step, records: Records, record: Record) -> Record:
     return record
 
 
-def run_command(script: str, words: list[str], settings: RunConfig, log: Path) -> int:
-    """Run a script in a process of its own and return its exit status. Its output goes to stdout and `log`.
+def run_command(script: str, argv: list[str], settings: RunConfig, log_path: Path) -> int:
+    """Run a script in a process of its own and return its exit status. Its output goes to stdout and `log_path`.
 
     words: the options of which `settings` were made.
     """
-    file = log.with_suffix(".settings.json")
-    write_json(file, {"words": words, "settings": asdict(settings)})
-    return run_logged([sys.executable, str(ROOT / script), "--settings", str(file)], log)
+    settings_file = log_path.with_suffix(".settings.json")
+    write_json(settings_file, {"words": argv, "settings": asdict(settings)})
+    return run_logged([sys.executable, str(ROOT / script), "--settings", str(settings_file)], log_path)
 
 
-def run_logged(words: list[str], log: Path) -> int:
-    """Run a command line and return its exit status; its output is streamed to stdout and appended to `log`."""
+def run_logged(argv: list[str], log_path: Path) -> int:
+    """Run a command line and return its exit status; its output is streamed to stdout and appended to `log_path`."""
     environment = os.environ | {
         "PYTHONUNBUFFERED": "1",
         RELAY: "1",  # it prints its progress as lines, which `relay_progress` shows here
         "PYTHONIOENCODING": "utf-8",  # of the log, whatever this terminal is
         "PYTHONPATH": os.pathsep.join(filter(None, [str(_IMPORT_ROOT), os.environ.get("PYTHONPATH")])),
     }
-    with log.open("ab") as file:
-        file.write(remove_secrets(f"$ {shlex.join(words)}\n").encode())
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
+    with log_path.open("ab") as log_file:
+        log_file.write(remove_secrets(f"$ {shlex.join(argv)}\n").encode())
+        process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
         assert process.stdout is not None
         try:
             for line in process.stdout:
                 if relay_progress(line.decode(errors="replace")):
                     continue
-                file.write(line)
-                file.flush()
+                log_file.write(line)
+                log_file.flush()
                 print(line.decode(errors="replace"), end="", flush=True)
             return process.wait()
         except KeyboardInterrupt as error:
             if type(error) is KeyboardInterrupt:  # Ctrl-C, which it got too: it saves what it has
                 with suppress(subprocess.TimeoutExpired):
-                    file.write(process.communicate(timeout=_SAVING)[0])
+                    log_file.write(process.communicate(timeout=_SAVE_SECONDS)[0])
             raise
         finally:
             relay_progress("")

@@ -46,16 +46,16 @@ NO_REPEAT = 8
 
 def train_toy_target(config: ToyTargetConfig) -> None:
     """Train a tokenizer and a model, measure held-out bits per byte, write a Hugging Face directory to `out_dir`."""
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     with training_run(config) as run:
         with Stage("training the tokenizer"):
             tokenizer = train_tokenizer(read_texts(config), config.vocabulary)
         rows = load_rows(config.data, tokenizer, config.seq_len, "train")
         heldout = load_rows(config.data, tokenizer, config.seq_len, "heldout", max_rows=config.eval_rows or None)
-        bytes_of_token, student = token_bytes(tokenizer), ToyTarget(build_lm(config, tokenizer))
+        byte_counts, student = token_bytes(tokenizer), ToyTarget(build_lm(config, tokenizer))
 
         def evaluate(step: int) -> Metrics:
-            return {"bits_per_byte": bits_per_byte(student, heldout, bytes_of_token)}
+            return {"bits_per_byte": bits_per_byte(student, heldout, byte_counts)}
 
         identity = config.decisions() | {"data_key": rows.key}
         result = run.fit(
@@ -63,7 +63,7 @@ def train_toy_target(config: ToyTargetConfig) -> None:
             minutes=config.minutes,
         )  # fmt: skip
         if result is not None:
-            save_target(config, student.lm, tokenizer, result, time.perf_counter() - began)
+            save_target(config, student.lm, tokenizer, result, time.perf_counter() - start_time)
 
 
 def read_texts(config: ToyTargetConfig) -> Iterator[str]:
@@ -74,13 +74,13 @@ def read_texts(config: ToyTargetConfig) -> Iterator[str]:
         yield record["text"]
 
 
-def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of `vocabulary` ids that prepends BOS; a pure function of its arguments."""
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of `vocab_size` ids that prepends BOS; a pure function of its arguments."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
+        vocab_size=vocab_size,
         special_tokens=[BOS, EOS, PAD],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -136,31 +136,31 @@ def build_lm(config: ToyTargetConfig, tokenizer: PreTrainedTokenizerFast) -> Lla
                     matrix.normal_(0, 0.6 / math.sqrt(matrix.shape[1]))  # a matrix learns at its own scale
                 layer.self_attn.o_proj.weight.zero_()
                 layer.mlp.down_proj.weight.zero_()
-    special = special_tokens(tokenizer)
-    lm.generation_config = GenerationConfig(do_sample=False, no_repeat_ngram_size=NO_REPEAT, **special)
+    special_ids = special_tokens(tokenizer)
+    lm.generation_config = GenerationConfig(do_sample=False, no_repeat_ngram_size=NO_REPEAT, **special_ids)
     return lm
 
 
-def bits_per_byte(model: nn.Module, rows: PackedRows, bytes_of_token: Tensor, batch_rows: int = 8) -> float:
+def bits_per_byte(model: nn.Module, rows: PackedRows, byte_counts: Tensor, batch_rows: int = 8) -> float:
     """Loss on `rows` in bits per byte of the predicted text (the loss on EOS is included); split over processes."""
-    process = join_processes()
-    sums = torch.zeros(2, dtype=torch.float64)
-    own_rows = range(process.process_index, len(rows), process.num_processes)
-    for start in track_progress(range(0, len(own_rows), batch_rows), "judging held-out text", "batches"):
-        batch = default_collate([rows[index] for index in own_rows[start : start + batch_rows]])
+    process_state = join_processes()
+    nats_and_bytes = torch.zeros(2, dtype=torch.float64)
+    own_indices = range(process_state.process_index, len(rows), process_state.num_processes)
+    for start in track_progress(range(0, len(own_indices), batch_rows), "judging held-out text", "batches"):
+        batch = default_collate([rows[index] for index in own_indices[start : start + batch_rows]])
         labels = batch["labels"]
-        loss = model(**{key: value.to(process.device) for key, value in batch.items()})["loss_sum"]
-        sums += torch.stack([loss.cpu().double(), bytes_of_token[labels[labels != IGNORE]].sum().double()])
-    nats, byte_count = reduce(sums.to(process.device), "sum").tolist()
+        loss_sum = model(**{key: value.to(process_state.device) for key, value in batch.items()})["loss_sum"]
+        nats_and_bytes += torch.stack([loss_sum.cpu().double(), byte_counts[labels[labels != IGNORE]].sum().double()])
+    nats, byte_count = reduce(nats_and_bytes.to(process_state.device), "sum").tolist()
     return nats / byte_count / math.log(2)
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerFast) -> Tensor:
     """int64 [V]: the number of bytes of text per token, 0 for special tokens."""
     byte_counts = torch.zeros(len(tokenizer), dtype=torch.long)
-    for token, index in tokenizer.get_vocab().items():
-        if index not in tokenizer.all_special_ids:
-            byte_counts[index] = len(token)  # byte-level BPE writes each byte as one character
+    for token, token_id in tokenizer.get_vocab().items():
+        if token_id not in tokenizer.all_special_ids:
+            byte_counts[token_id] = len(token)  # byte-level BPE writes each byte as one character
     return byte_counts
 
 
@@ -168,11 +168,11 @@ def save_target(
     config: ToyTargetConfig, lm: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, result: FitResult, seconds: float
 ) -> None:
     """Write the model and, last, its report. seconds: of the whole command."""
-    parameters, out_dir = sum(p.numel() for p in lm.parameters()), Path(config.out_dir)
-    report = {"bits_per_byte": result.metrics["bits_per_byte"], "parameters": parameters}
+    parameter_count, out_dir = sum(p.numel() for p in lm.parameters()), Path(config.out_dir)
+    report = {"bits_per_byte": result.metrics["bits_per_byte"], "parameters": parameter_count}
     report |= {"steps": result.step, "training_seconds": result.seconds}
     export_model(lm, tokenizer, out_dir)
-    write_name(out_dir, f"toy-{parameters / 1e6:.0f}M")
+    write_name(out_dir, f"toy-{parameter_count / 1e6:.0f}M")
     write_json(out_dir / TOY_REPORT, {**report, "seconds": seconds, "settings": config.decisions()})
     print(f"toy target: {result.metrics['bits_per_byte']:.3f} bits per byte held out, "
-          f"{parameters / 1e6:.1f} M parameters, {result.step} steps, {seconds:.0f} s → {out_dir}")  # fmt: skip
+          f"{parameter_count / 1e6:.1f} M parameters, {result.step} steps, {seconds:.0f} s → {out_dir}")  # fmt: skip

@@ -38,7 +38,7 @@ def build_table(config: TrigramConfig, *, shard: int = SHARD_CHARACTERS, piece: 
     """
     if int(os.environ.get("RANK", "0")):
         return
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes are the parallelism
     out_dir = Path(config.out_dir)  # also of a path that ends in /
     work = Path(f"{out_dir}.building")
@@ -65,26 +65,26 @@ def build_table(config: TrigramConfig, *, shard: int = SHARD_CHARACTERS, piece: 
             )
         require_writable(work / "shards")
         with _clean_up(work):
-            documents = passages(read_records(config.data, "train", counts := Counts()), config.text, encoder)
+            documents = passages(read_records(config.data, "train", record_counts := Counts()), config.text, encoder)
             shards = tokenise(
                 documents, config.tokenizer, config.revision, encoder, work / "shards", config.processes, shard, piece
             )
-            _write_table(config, encoder, addends, work, began, counts, shards)
+            _write_table(config, encoder, addends, work, start_time, record_counts, shards)
 
 
 @contextmanager
-def _clean_up(work: Path) -> Iterator[None]:
-    """Remove `work` at the end of the context; after an error keep its shards, from which a build can be resumed."""
+def _clean_up(workdir: Path) -> Iterator[None]:
+    """Remove `workdir` at the end of the context; after an error keep its shards, from which a build can be resumed."""
     try:
         yield
-        shutil.rmtree(work, ignore_errors=True)  # on NFS its lock, which is open, stays
+        shutil.rmtree(workdir, ignore_errors=True)  # on NFS its lock, which is open, stays
     except BaseException as error:
-        shutil.rmtree(work / "counts", ignore_errors=True)  # never resumed
-        if not any((work / "shards").glob("*")):
-            shutil.rmtree(work, ignore_errors=True)
+        shutil.rmtree(workdir / "counts", ignore_errors=True)  # never resumed
+        if not any((workdir / "shards").glob("*")):
+            shutil.rmtree(workdir, ignore_errors=True)
         if isinstance(error, OSError) and error.strerror:
             raise UserError(
-                f"{work}: cannot be written ({error.strerror}); free space and continue with resume=true, or choose "
+                f"{workdir}: cannot be written ({error.strerror}); free space and continue with resume=true, or choose "
                 "another out_dir"
             ) from error
         raise
@@ -94,49 +94,49 @@ def _write_table(
     config: TrigramConfig,
     encoder: Encoder,
     addends: list[TrigramTable],
-    work: Path,
-    began: float,
-    counts: Counts,
+    workdir: Path,
+    start_time: float,
+    record_counts: Counts,
     shards: Shards,
 ) -> None:
     """Count `shards` and write the table. addends: tables to merge. began: the time at which the command started.
     counts: how many records were read, skipped, …"""
     if not shards.tokens:
-        outcomes = ", ".join(f"{name}={count}" for name, count in counts.items() if count) or "nothing"
-        why = counts.first or "give more data"
+        outcomes = ", ".join(f"{name}={count}" for name, count in record_counts.items() if count) or "nothing"
+        why = record_counts.first or "give more data"
         raise UserError(f"{_data_words(config)}: empty corpus: no text in it (found {outcomes}); {why}")
-    warn_of_unused(counts, counts.first)
-    corpora = [part.get("corpus") or {} for addend in addends for part in _all_facts(addend.facts)]
-    digests = [shards.digest, *(corpus["digest"] for corpus in corpora if "digest" in corpus)]
+    warn_of_unused(record_counts, record_counts.first)
+    corpus_facts = [table_facts.get("corpus") or {} for addend in addends for table_facts in _all_facts(addend.facts)]
+    digests = [shards.digest, *(corpus["digest"] for corpus in corpus_facts if "digest" in corpus)]
     if len(set(digests)) < len(digests):
         warn("merge: one corpus is in it more than once, so its n-grams count more than once")
-    memory = int(config.memory_gb * _GB)
+    memory_bytes = int(config.memory_gb * _GB)
     if config.suffixes:
-        _require_sorting_memory(shards, addends, memory)
-    tokenised_at, folder = time.perf_counter(), work / "counts"
+        _require_sorting_memory(shards, addends, memory_bytes)
+    tokenised_at, folder = time.perf_counter(), workdir / "counts"
     shutil.rmtree(folder, ignore_errors=True)  # left by a killed build
     table = _count_corpus(config, encoder, shards, addends, folder)
     _require_contexts(config, table)
     if addends:
-        table = merge_tables([table, *addends], config.min_count, config.max_successors, folder / "sum", memory)
+        table = merge_tables([table, *addends], config.min_count, config.max_successors, folder / "sum", memory_bytes)
         _require_contexts(config, table)
     if config.max_mb is not None:
         count = smallest_min_count(table, config.max_mb)
         facts = {**table.facts, "max_mb": config.max_mb, "kept_from": count}
-        table = replace(merge_tables([table], count, None, folder / "pruned", memory), facts=facts)
+        table = replace(merge_tables([table], count, None, folder / "pruned", memory_bytes), facts=facts)
     table.save(config.out_dir)
-    _print_figures(config.out_dir, table, counts, tokenised_at - began, time.perf_counter() - tokenised_at)
+    _print_figures(config.out_dir, table, record_counts, tokenised_at - start_time, time.perf_counter() - tokenised_at)
 
 
 def _count_corpus(
     config: TrigramConfig, encoder: Encoder, shards: Shards, addends: Sequence[TrigramTable], folder: Path
 ) -> TrigramTable:
     """The table of the corpus alone. Its levels are mapped from files in `folder`."""
-    vocabulary, memory = encoder.vocabulary, int(config.memory_gb * _GB)
+    vocab_size, memory_bytes = encoder.vocabulary, int(config.memory_gb * _GB)
     # Rare n-grams of one table may be frequent in the sum of all.
-    min_count, successors = (1, None) if addends else (config.min_count, config.max_successors)
+    min_count, max_successors = (1, None) if addends else (config.min_count, config.max_successors)
     levels = {
-        order: count_order(shards, order, vocabulary, folder / str(order), memory, min_count, successors)
+        order: count_order(shards, order, vocab_size, folder / str(order), memory_bytes, min_count, max_successors)
         for order in sorted(config.orders)
     }
     facts = {
@@ -148,8 +148,8 @@ def _count_corpus(
     }
     suffixes = None
     if config.suffixes:
-        suffixes = sort_suffixes(join_documents(whole_documents(shards), vocabulary), vocabulary)
-    return TrigramTable(vocabulary, vocabulary_digest(encoder.pieces), levels, facts, suffixes)
+        suffixes = sort_suffixes(join_documents(whole_documents(shards), vocab_size), vocab_size)
+    return TrigramTable(vocab_size, vocabulary_digest(encoder.pieces), levels, facts, suffixes)
 
 
 def _data_words(config: TrigramConfig) -> str:
@@ -165,16 +165,16 @@ def _require_contexts(config: TrigramConfig, table: TrigramTable) -> None:
         )
 
 
-def _require_sorting_memory(shards: Shards, addends: list[TrigramTable], memory: int) -> None:
-    """Raise `UserError` if the corpus, with those of merged tables, cannot be sorted in `memory` bytes."""
-    merged = sum(len(addend.suffixes.tokens) for addend in addends if addend.suffixes is not None)
-    sorting_bytes = SORT_BYTES * (shards.tokens + shards.documents + merged)
+def _require_sorting_memory(shards: Shards, addends: list[TrigramTable], memory_bytes: int) -> None:
+    """Raise `UserError` if the corpus, with those of merged tables, cannot be sorted in `memory_bytes` bytes."""
+    merged_tokens = sum(len(addend.suffixes.tokens) for addend in addends if addend.suffixes is not None)
+    sorting_bytes = SORT_BYTES * (shards.tokens + shards.documents + merged_tokens)
     expected = f"at least {sorting_bytes / _GB:.1f} for suffixes=true: the corpus is sorted in memory"
-    require(sorting_bytes <= memory, "memory_gb", memory / _GB, expected)
+    require(sorting_bytes <= memory_bytes, "memory_gb", memory_bytes / _GB, expected)
 
 
 def _print_figures(
-    out_dir: str, table: TrigramTable, counts: Counts, tokenise_seconds: float, count_seconds: float
+    out_dir: str, table: TrigramTable, record_counts: Counts, tokenise_seconds: float, count_seconds: float
 ) -> None:
     figures = {
         "tokens": table.facts["tokens"],
@@ -185,7 +185,7 @@ def _print_figures(
         "tokenise_seconds": f"{tokenise_seconds:.1f}",
         "count_seconds": f"{count_seconds:.1f}",
         "mb": f"{table.nbytes / 1e6:.1f}",
-        **{name: counts[name] for name in ("records", "empty", "malformed", "unreadable")},
+        **{name: record_counts[name] for name in ("records", "empty", "malformed", "unreadable")},
     }
     print(f"trigrams {out_dir} " + " ".join(f"{key}={value}" for key, value in figures.items()), flush=True)
 
@@ -203,8 +203,8 @@ def _open_addend(path: str, encoder: Encoder, config: TrigramConfig) -> TrigramT
 def _all_facts(facts: Facts) -> Iterator[Facts]:
     """The facts of a table, and of all that were merged into it."""
     yield facts
-    for part in facts.get("merged") or ():
-        yield from _all_facts(part)
+    for merged_facts in facts.get("merged") or ():
+        yield from _all_facts(merged_facts)
 
 
 def _warn_of_pruned(path: str, addend: TrigramTable) -> None:
@@ -220,11 +220,11 @@ def _require_same_settings(
 ) -> None:
     """Raise `UserError` unless the finished table matches these settings, as far as it records them."""
     table.require_tokenizer(vocabulary_digest(encoder.pieces), f"out_dir={config.out_dir}")
-    corpus_facts, *merged = table.facts.get("merged") or [table.facts]
-    record = dict(corpus_facts["corpus"]) if isinstance(corpus_facts.get("corpus"), dict) else {}
-    record |= {key: corpus_facts.get(key) for key in ("min_count", "max_successors")}
-    record |= {"orders": sorted(table.levels), "merge": merged, "max_mb": table.facts.get("max_mb")}
-    record["suffixes"] = table.suffixes is not None
+    corpus_facts, *merged_facts = table.facts.get("merged") or [table.facts]
+    recorded = dict(corpus_facts["corpus"]) if isinstance(corpus_facts.get("corpus"), dict) else {}
+    recorded |= {key: corpus_facts.get(key) for key in ("min_count", "max_successors")}
+    recorded |= {"orders": sorted(table.levels), "merge": merged_facts, "max_mb": table.facts.get("max_mb")}
+    recorded["suffixes"] = table.suffixes is not None
     settings = {key: value for key, value in config.decisions().items() if key != "data"} | config.corpus()
     settings |= {"orders": sorted(config.orders), "merge": [addend.facts for addend in addends]}
-    check_identity({key: record[key] for key in settings if key in record}, settings, Path(config.out_dir))
+    check_identity({key: recorded[key] for key in settings if key in recorded}, settings, Path(config.out_dir))

@@ -35,9 +35,9 @@ from outrider.draft_models.ngrams.table import Level, TrigramTable, level_bytes,
 _NARROW_BYTES, _WIDE_BYTES = 36, 96  # memory per n-gram of a block, see `_aggregate`
 _MERGE_BYTES = 80  # memory per n-gram of a range: read, merged, grouped
 _LARGEST_BLOCK, _LARGEST_RANGE = 2**24, 2**22  # larger is not faster
-_PARTITIONS, _TABLE_PARTITIONS = 10, 12  # runs can be cut at 2^10 keys, and tables at 2^12
+_PARTITION_BITS, _TABLE_PART_BITS = 10, 12  # runs can be cut at 2^10 keys, and tables at 2^12
 _ROW_BYTES = 150  # memory per n-gram of a range of tables: sorted, merged, grouped
-_LARGEST = 2**32 - 1  # counts saturate here
+_MAX_COUNT = 2**32 - 1  # counts saturate here
 
 
 class Runs(NamedTuple):
@@ -54,101 +54,101 @@ class Runs(NamedTuple):
 
 
 def count_order(
-    shards: Shards, order: int, vocabulary: int, folder: Path, memory: int, min_count: int, max_successors: int | None
+    shards: Shards, order: int, vocab_size: int, folder: Path, memory: int, min_count: int, max_successors: int | None
 ) -> Level:
     """The level of one order; its arrays are mapped from files in the new `folder`.
 
     memory: bytes for blocks and ranges; at least a shard's ids and a 1024th of the n-grams are held at once.
     """
-    runs = count_runs(shards, order, vocabulary, memory, folder / "runs")
-    sums = _merge_runs(runs, memory, f"merging order {order}")
-    grouped = (kernels.group_contexts(*grams, min_count, max_successors or vocabulary) for grams in sums)
-    level = write_level(grouped, order, vocabulary, folder)
+    runs = count_runs(shards, order, vocab_size, memory, folder / "runs")
+    merged_grams = _merge_runs(runs, memory, f"merging order {order}")
+    grouped_parts = (kernels.group_contexts(*grams, min_count, max_successors or vocab_size) for grams in merged_grams)
+    level = write_level(grouped_parts, order, vocab_size, folder)
     shutil.rmtree(folder / "runs")
     return level
 
 
-def write_level(parts: Iterable[Sequence[np.ndarray]], order: int, vocabulary: int, folder: Path) -> Level:
+def write_level(parts: Iterable[Sequence[np.ndarray]], order: int, vocab_size: int, folder: Path) -> Level:
     """The level of parts of `Grouped` by ascending keys; its arrays are mapped from files in `folder`."""
     u4, u8 = np.dtype(np.uint32), np.dtype(np.uint64)
     types: dict[str, np.dtype] = {"keys": u8, "lengths": u4, "totals": u4}  # the fields of `Grouped`
-    types |= {"tokens": kernels.token_type(vocabulary), "counts": u4}
+    types |= {"tokens": kernels.token_type(vocab_size), "counts": u4}
     grouped = kernels.Grouped(**_write_arrays(folder, types, (kernels.Grouped(*part)._asdict() for part in parts)))
-    contexts = len(grouped.keys)
-    require(contexts < 2**32, "orders", contexts, f"fewer than 2^32 contexts of order {order}; raise min_count")
-    kind, size = level_types(order, vocabulary, contexts, len(grouped.tokens))["starts"]
+    n_contexts = len(grouped.keys)
+    require(n_contexts < 2**32, "orders", n_contexts, f"fewer than 2^32 contexts of order {order}; raise min_count")
+    dtype, start_count = level_types(order, vocab_size, n_contexts, len(grouped.tokens))["starts"]
     with open(folder / "starts", "wb") as file:  # writing to a mapped file on a full disk would kill the process
-        reserve_space(file, size * kind.itemsize)
-    return make_level(order, vocabulary, grouped, np.memmap(folder / "starts", kind, "r+", shape=(size,)))
+        reserve_space(file, start_count * dtype.itemsize)
+    return make_level(order, vocab_size, grouped, np.memmap(folder / "starts", dtype, "r+", shape=(start_count,)))
 
 
 def _write_arrays(
-    folder: Path, types: dict[str, np.dtype], parts: Iterable[dict[str, np.ndarray]]
+    folder: Path, types: dict[str, np.dtype], array_dicts: Iterable[dict[str, np.ndarray]]
 ) -> dict[str, np.ndarray]:
-    """The concatenated arrays of `parts`, by name, mapped from files in `folder`."""
+    """The concatenated arrays of `array_dicts`, by name, mapped from files in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         files = {name: stack.enter_context(open(folder / name, "wb")) for name in types}
-        for part in parts:
+        for arrays in array_dicts:
             for name, file in files.items():
-                file.write(np.ascontiguousarray(part[name], types[name]).data)
-    return {name: _map_array(folder / name, kind) for name, kind in types.items()}
+                file.write(np.ascontiguousarray(arrays[name], types[name]).data)
+    return {name: _map_array(folder / name, dtype) for name, dtype in types.items()}
 
 
 def _map_array(file: Path, dtype: np.dtype) -> np.ndarray:
     return np.asarray(np.memmap(file, dtype, "r")) if file.stat().st_size else np.empty(0, dtype)
 
 
-def count_runs(shards: Shards, order: int, vocabulary: int, memory: int, folder: Path) -> Runs:
+def count_runs(shards: Shards, order: int, vocab_size: int, memory_bytes: int, folder: Path) -> Runs:
     """The counted blocks of all n-grams, mapped from files in `folder`; memory: bytes for a block."""
-    bits = kernels.token_bits(vocabulary)
+    bits = kernels.token_bits(vocab_size)
     key_bits = (order - 1) * bits
-    narrow = order * bits <= 64
-    capacity = min(memory // (_NARROW_BYTES if narrow else _WIDE_BYTES), _LARGEST_BLOCK)  # n-grams of a block
-    partition_bits = min(_PARTITIONS, key_bits)
-    edges = np.arange(1, 2**partition_bits, dtype=np.uint64) << np.uint64(key_bits - partition_bits)  # between them
-    bounds, written = [np.empty((0, 2**partition_bits + 1), np.int64)], 0
+    fits_64 = order * bits <= 64
+    max_grams = min(memory_bytes // (_NARROW_BYTES if fits_64 else _WIDE_BYTES), _LARGEST_BLOCK)  # n-grams of a block
+    partition_bits = min(_PARTITION_BITS, key_bits)
+    key_edges = np.arange(1, 2**partition_bits, dtype=np.uint64) << np.uint64(key_bits - partition_bits)  # between them
+    run_bounds, written = [np.empty((0, 2**partition_bits + 1), np.int64)], 0
 
     def count_blocks(progress: Stage) -> Iterator[dict[str, np.ndarray]]:
         nonlocal written
-        for keys, tokens in _read_blocks(shards, order, bits, narrow, capacity, progress):
-            grams = _aggregate(keys, tokens, bits, narrow)
-            bounds.append(written + np.r_[0, np.searchsorted(grams.keys, edges), len(grams.keys)][None])
+        for keys, tokens in _read_blocks(shards, order, bits, fits_64, max_grams, progress):
+            grams = _aggregate(keys, tokens, bits, fits_64)
+            run_bounds.append(written + np.r_[0, np.searchsorted(grams.keys, key_edges), len(grams.keys)][None])
             written += len(grams.keys)
-            if narrow:
+            if fits_64:
                 grams = grams._replace(keys=(grams.keys << np.uint64(bits)) | grams.tokens, tokens=grams.tokens[:0])
             yield grams._asdict()
 
     u4, u8 = np.dtype(np.uint32), np.dtype(np.uint64)
     types: dict[str, np.dtype] = {"keys": u8, "tokens": u4, "counts": u4}
     with Stage(f"counting order {order}", shards.tokens, "tokens") as progress:
-        stored = kernels.Grams(**_write_arrays(folder, types, count_blocks(progress)))
-    return Runs(stored, np.concatenate(bounds), bits if narrow else 0)
+        run_grams = kernels.Grams(**_write_arrays(folder, types, count_blocks(progress)))
+    return Runs(run_grams, np.concatenate(run_bounds), bits if fits_64 else 0)
 
 
 def _read_blocks(
-    shards: Shards, order: int, bits: int, narrow: bool, capacity: int, progress: Stage
+    shards: Shards, order: int, bits: int, fits_64: bool, capacity: int, progress: Stage
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """All n-grams in blocks of at most `capacity`: keys uint64 [n] of their contexts, and their last tokens uint32 [n].
 
     They are not sorted. narrow: the token is in the key's low bits, and the second array is empty.
     """
     keys = np.empty(capacity, np.uint64)
-    tokens = np.empty(0 if narrow else capacity, np.uint32)
-    filled, tail = 0, np.empty(0, shards.dtype)
+    tokens = np.empty(0 if fits_64 else capacity, np.uint32)
+    filled, tail_ids = 0, np.empty(0, shards.dtype)
     for path, continued in zip(shards.paths, shards.continued, strict=True):
         ids, lengths = read_token_shard(path)
         progress.advance(len(ids))
         if continued:  # prepend the tokens that its first n-grams begin with
-            ids = np.concatenate([tail, ids])
-            lengths = np.r_[lengths[:1] + len(tail), lengths[1:]]
-        tail = ids[len(ids) - min(order - 1, int(lengths[-1])) :]
+            ids = np.concatenate([tail_ids, ids])
+            lengths = np.r_[lengths[:1] + len(tail_ids), lengths[1:]]
+        tail_ids = ids[len(ids) - min(order - 1, int(lengths[-1])) :]
         for part, sizes in _split_documents(ids, lengths, order, capacity):
             size = int(np.maximum(sizes - order + 1, 0).sum())  # n-grams of the part
             if filled + size > capacity:
                 yield keys[:filled], tokens[:filled]
                 filled = 0
-            _fill_grams(part, sizes, order, bits, narrow, keys[filled : filled + size], tokens[filled : filled + size])
+            _fill_grams(part, sizes, order, bits, fits_64, keys[filled : filled + size], tokens[filled : filled + size])
             filled += size
     if filled:
         yield keys[:filled], tokens[:filled]
@@ -163,10 +163,10 @@ def _split_documents(
     """
     ends = np.cumsum(lengths, dtype=np.int64)
     begins = ends - lengths
-    for cut in range(0, len(ids), max_grams):
-        start, stop = max(0, cut - order + 1), min(cut + max_grams, len(ids))
-        first, last = np.searchsorted(ends, start, "right"), np.searchsorted(begins, stop, "left")
-        yield ids[start:stop], np.minimum(ends[first:last], stop) - np.maximum(begins[first:last], start)
+    for part_start in range(0, len(ids), max_grams):
+        start, stop = max(0, part_start - order + 1), min(part_start + max_grams, len(ids))
+        first_doc, end_doc = np.searchsorted(ends, start, "right"), np.searchsorted(begins, stop, "left")
+        yield ids[start:stop], np.minimum(ends[first_doc:end_doc], stop) - np.maximum(begins[first_doc:end_doc], start)
 
 
 @compile_function
@@ -176,45 +176,45 @@ def _fill_grams(ids, lengths, order, bits, narrow, keys, tokens):
     Example, tokens of 2 bits: the context 1 3 of the n-gram 1 3 2 is packed as binary 01 11; `mix` makes the key of it.
     """
     key_bits = (order - 1) * bits
-    mask = (np.uint64(1) << np.uint64(key_bits)) - np.uint64(1)
-    begin, out = 0, 0
+    context_mask = (np.uint64(1) << np.uint64(key_bits)) - np.uint64(1)
+    doc_start, gram_index = 0, 0
     for length in lengths:
-        packed = np.uint64(0)
-        for i in range(begin, begin + np.int64(length)):
+        packed_context = np.uint64(0)
+        for i in range(doc_start, doc_start + np.int64(length)):
             token = np.uint64(ids[i])
-            if i - begin >= order - 1:
-                key = kernels.mix(packed, key_bits)
+            if i - doc_start >= order - 1:
+                key = kernels.mix(packed_context, key_bits)
                 if narrow:
-                    keys[out] = (key << np.uint64(bits)) | token
+                    keys[gram_index] = (key << np.uint64(bits)) | token
                 else:
-                    keys[out], tokens[out] = key, token
-                out += 1
-            packed = ((packed << np.uint64(bits)) | token) & mask
-        begin += np.int64(length)
+                    keys[gram_index], tokens[gram_index] = key, token
+                gram_index += 1
+            packed_context = ((packed_context << np.uint64(bits)) | token) & context_mask
+        doc_start += np.int64(length)
 
 
-def _aggregate(keys: np.ndarray, tokens: np.ndarray, bits: int, narrow: bool) -> kernels.Grams:
+def _aggregate(keys: np.ndarray, tokens: np.ndarray, token_bits: int, fits_64: bool) -> kernels.Grams:
     """Sort and count a block; reorders its arrays.
 
     If key and token do not fit into 64 bits, the key's rank in the block replaces it while sorting.
     """
-    if narrow:
+    if fits_64:
         keys.sort()
         distinct_count, counts = _run_lengths(keys)
         distinct = keys[:distinct_count]
-        return kernels.Grams(distinct >> np.uint64(bits), _low_tokens(distinct, bits), counts)
-    contexts, key_ranks = np.unique(keys, return_inverse=True)
-    packed_grams = (key_ranks.astype(np.uint64) << np.uint64(bits)) | tokens
+        return kernels.Grams(distinct >> np.uint64(token_bits), _low_tokens(distinct, token_bits), counts)
+    context_keys, key_ranks = np.unique(keys, return_inverse=True)
+    packed_grams = (key_ranks.astype(np.uint64) << np.uint64(token_bits)) | tokens
     del key_ranks
     packed_grams.sort()
     distinct_count, counts = _run_lengths(packed_grams)
     distinct = packed_grams[:distinct_count]
-    return kernels.Grams(contexts[distinct >> np.uint64(bits)], _low_tokens(distinct, bits), counts)
+    return kernels.Grams(context_keys[distinct >> np.uint64(token_bits)], _low_tokens(distinct, token_bits), counts)
 
 
-def _low_tokens(values: np.ndarray, bits: int) -> np.ndarray:
+def _low_tokens(packed_grams: np.ndarray, token_bits: int) -> np.ndarray:
     """The tokens in the low bits, uint32."""
-    return (values & np.uint64(2**bits - 1)).astype(np.uint32)
+    return (packed_grams & np.uint64(2**token_bits - 1)).astype(np.uint32)
 
 
 @compile_function
@@ -225,43 +225,43 @@ def _run_lengths(values: np.ndarray) -> tuple[int, np.ndarray]:
         if i == 0 or values[i] != values[i - 1]:
             distinct_count += 1
     counts = np.zeros(distinct_count, np.uint32)
-    run = -1
+    run_index = -1
     for i in range(len(values)):
-        if run < 0 or values[i] != values[run]:
-            run += 1
-            values[run] = values[i]
-        counts[run] += np.uint32(1)
+        if run_index < 0 or values[i] != values[run_index]:
+            run_index += 1
+            values[run_index] = values[i]
+        counts[run_index] += np.uint32(1)
     return distinct_count, counts
 
 
-def _merge_runs(runs: Runs, memory: int, title: str) -> Iterator[kernels.Grams]:
+def _merge_runs(runs: Runs, memory_bytes: int, title: str) -> Iterator[kernels.Grams]:
     """The sum of all runs, one range of keys after another."""
     partition_sizes = np.diff(runs.bounds, axis=1).sum(axis=0)
     with Stage(title, int(partition_sizes.sum()), "n-grams") as progress:
-        for begin, end in group_partitions(partition_sizes, min(memory // _MERGE_BYTES, _LARGEST_RANGE)):
-            slices = ([np.array(array[row[begin] : row[end]]) for array in runs.grams] for row in runs.bounds)
+        for begin, end in group_partitions(partition_sizes, min(memory_bytes // _MERGE_BYTES, _LARGEST_RANGE)):
+            run_slices = ([np.array(array[edges[begin] : edges[end]]) for array in runs.grams] for edges in runs.bounds)
             bits = runs.packed_bits
-            parts = [
+            grams_of_runs = [
                 kernels.Grams(keys >> np.uint64(bits), _low_tokens(keys, bits) if bits else tokens, counts)
-                for keys, tokens, counts in slices
+                for keys, tokens, counts in run_slices
             ]
-            if parts:  # else no document is long enough for an n-gram
-                yield kernels.merge_all(parts)
+            if grams_of_runs:  # else no document is long enough for an n-gram
+                yield kernels.merge_all(grams_of_runs)
             progress.advance(int(partition_sizes[begin:end].sum()))
 
 
 def group_partitions(sizes: np.ndarray, max_rows: int) -> Iterator[tuple[int, int]]:
     """Groups of adjacent partitions, of `sizes` rows each, with at most `max_rows` rows per group or one partition."""
-    begin, ends = 0, np.cumsum(sizes)
+    begin, row_ends = 0, np.cumsum(sizes)
     while begin < len(sizes):
-        rows_before = ends[begin - 1] if begin else 0
-        end = max(begin + 1, int(np.searchsorted(ends, rows_before + max_rows, "right")))
+        rows_before = row_ends[begin - 1] if begin else 0
+        end = max(begin + 1, int(np.searchsorted(row_ends, rows_before + max_rows, "right")))
         yield begin, end
         begin = end
 
 
 def merge_tables(
-    tables: Sequence[TrigramTable], min_count: int, max_successors: int | None, folder: Path, memory: int
+    tables: Sequence[TrigramTable], min_count: int, max_successors: int | None, folder: Path, memory_bytes: int
 ) -> TrigramTable:
     """The sum of the tables, pruned (see `merge_level`); the arrays of its levels are mapped from files in `folder`.
 
@@ -269,14 +269,14 @@ def merge_tables(
     """
     first_table, levels = tables[0], {}
     for order in sorted(first_table.levels):
-        parts = merge_level(
-            [table.levels[order] for table in tables], first_table.vocabulary, min_count, max_successors, memory
+        grouped_parts = merge_level(
+            [table.levels[order] for table in tables], first_table.vocabulary, min_count, max_successors, memory_bytes
         )
-        levels[order] = write_level(parts, order, first_table.vocabulary, folder / str(order))
+        levels[order] = write_level(grouped_parts, order, first_table.vocabulary, folder / str(order))
     suffixes = first_table.suffixes
     if suffixes is not None and len(tables) > 1:
-        tokens = [table.suffixes.tokens for table in tables if table.suffixes is not None]
-        suffixes = sort_suffixes(np.concatenate(tokens), first_table.vocabulary)
+        token_arrays = [table.suffixes.tokens for table in tables if table.suffixes is not None]
+        suffixes = sort_suffixes(np.concatenate(token_arrays), first_table.vocabulary)
     facts = first_table.facts
     if len(tables) > 1:
         facts = {key: sum(table.facts[key] for table in tables) for key in ("tokens", "documents")}
@@ -285,7 +285,7 @@ def merge_tables(
 
 
 def merge_level(
-    levels: Sequence[Level], vocabulary: int, min_count: int, max_successors: int | None, memory: int
+    levels: Sequence[Level], vocab_size: int, min_count: int, max_successors: int | None, memory_bytes: int
 ) -> Iterator[kernels.Grouped]:
     """The contexts of all `levels` of one order, by ascending keys, in parts; counts and totals are summed.
 
@@ -293,48 +293,48 @@ def merge_level(
     `max_successors` most frequent ones are kept. Dropped ones still count in its total. memory: bytes for a part; a
     part has at least a 4096th of the n-grams, and all n-grams of a context.
     """
-    bits = min(_TABLE_PARTITIONS, levels[0].key_bits)
-    edges = np.arange(2**bits, dtype=np.uint64) << np.uint64(levels[0].key_bits - bits)
-    cuts = [np.r_[np.searchsorted(level.keys, edges), len(level.keys)] for level in levels]
-    partition_rows = sum(np.diff(level.starts[cut].astype(np.int64)) for level, cut in zip(levels, cuts, strict=True))
-    for begin, end in group_partitions(partition_rows, min(memory // _ROW_BYTES, _LARGEST_RANGE)):
-        parts = [_slice_level(level, cut[begin], cut[end]) for level, cut in zip(levels, cuts, strict=True)]
-        grams = kernels.merge_all([part.grams() for part in parts])
-        grouped = kernels.Grouped(*kernels.group_contexts(*grams, min_count, max_successors or vocabulary))
-        yield grouped._replace(totals=_sum_totals(parts, grouped.keys))
+    partition_bits = min(_TABLE_PART_BITS, levels[0].key_bits)
+    key_edges = np.arange(2**partition_bits, dtype=np.uint64) << np.uint64(levels[0].key_bits - partition_bits)
+    cuts = [np.r_[np.searchsorted(level.keys, key_edges), len(level.keys)] for level in levels]
+    partition_sizes = sum(np.diff(level.starts[cut].astype(np.int64)) for level, cut in zip(levels, cuts, strict=True))
+    for begin, end in group_partitions(partition_sizes, min(memory_bytes // _ROW_BYTES, _LARGEST_RANGE)):
+        level_parts = [_slice_level(level, cut[begin], cut[end]) for level, cut in zip(levels, cuts, strict=True)]
+        grams = kernels.merge_all([part.grams() for part in level_parts])
+        grouped = kernels.Grouped(*kernels.group_contexts(*grams, min_count, max_successors or vocab_size))
+        yield grouped._replace(totals=_sum_totals(level_parts, grouped.keys))
 
 
 def _slice_level(level: Level, begin: int, end: int) -> Level:
     """Contexts `begin` to `end` of a level, without buckets."""
     starts = level.starts[begin : end + 1].astype(np.int64)
-    successors = slice(starts[0], starts[-1])
+    successor_slice = slice(starts[0], starts[-1])
     arrays = {"keys": level.keys[begin:end], "totals": level.totals[begin:end], "starts": starts - starts[0]}
-    return level._replace(**arrays, tokens=level.tokens[successors], counts=level.counts[successors])
+    return level._replace(**arrays, tokens=level.tokens[successor_slice], counts=level.counts[successor_slice])
 
 
 def _sum_totals(parts: Sequence[Level], keys: np.ndarray) -> np.ndarray:
     """The totals of these contexts, summed over `parts`."""
-    sums = np.zeros(len(keys), np.uint64)
+    totals = np.zeros(len(keys), np.uint64)
     for part in parts:
-        index = np.minimum(np.searchsorted(keys, part.keys), max(0, len(keys) - 1))
-        present = keys[index] == part.keys if len(keys) else np.zeros(len(part.keys), bool)
-        sums[index[present]] += part.totals[present]
-    return np.minimum(sums, _LARGEST).astype(np.uint32)
+        indices = np.minimum(np.searchsorted(keys, part.keys), max(0, len(keys) - 1))
+        is_present = keys[indices] == part.keys if len(keys) else np.zeros(len(part.keys), bool)
+        totals[indices[is_present]] += part.totals[is_present]
+    return np.minimum(totals, _MAX_COUNT).astype(np.uint32)
 
 
-def smallest_min_count(table: TrigramTable, megabytes: float) -> int:
-    """The smallest minimum count with which the pruned levels of `table` fit into `megabytes`.
+def smallest_min_count(table: TrigramTable, max_mb: float) -> int:
+    """The smallest minimum count with which the pruned levels of `table` fit into `max_mb`.
 
     Raises `UserError` if no n-gram would remain.
     """
 
-    def fits(count: int) -> bool:
+    def fits(minimum: int) -> bool:
         sizes = {
-            order: kernels.count_frequent(level.starts, level.counts, count) for order, level in table.levels.items()
+            order: kernels.count_frequent(level.starts, level.counts, minimum) for order, level in table.levels.items()
         }
-        return sum(level_bytes(order, table.vocabulary, *size) for order, size in sizes.items()) <= megabytes * 10**6
+        return sum(level_bytes(order, table.vocabulary, *size) for order, size in sizes.items()) <= max_mb * 10**6
 
     largest_count = max(int(level.counts.max(initial=0)) for level in table.levels.values())
-    count = 1 + bisect_left(range(1, largest_count + 1), True, key=fits)
-    require(count <= largest_count, "max_mb", megabytes, "room for the most frequent n-grams at least")
-    return count
+    min_count = 1 + bisect_left(range(1, largest_count + 1), True, key=fits)
+    require(min_count <= largest_count, "max_mb", max_mb, "room for the most frequent n-grams at least")
+    return min_count

@@ -38,13 +38,13 @@ _QUEUED = 2  # shards that wait for each process, so that no process is idle
 class Passage(NamedTuple):
     """A document as text, or a piece of a long one.
 
-    ends: the EOS token follows it, as it follows a target's answer. continues: it belongs to the same document as the
-    previous passage. ids: an answer's own tokens, if the target wrote it in this vocabulary; `text` is then "".
+    ends: the EOS token follows it, as it follows a target's answer. continues_doc: it belongs to the document
+    of the previous passage. ids: an answer's own tokens, if the target wrote it in this vocabulary; `text` is then "".
     """
 
     text: str
     ends: bool
-    continues: bool = False
+    continues_doc: bool = False
     ids: tuple[int, ...] = ()
 
 
@@ -65,28 +65,28 @@ class Shards(NamedTuple):
     digest: str
 
 
-def passages(records: Iterable[Record], text: str, encoder: Encoder) -> Iterator[Passage]:
+def passages(records: Iterable[Record], text_scope: str, encoder: Encoder) -> Iterator[Passage]:
     """The documents of records: plain texts, and the messages of conversations, each message by itself.
 
     text: assistant (only the assistant's messages of a conversation) or all (all messages). An answer whose tokens are
     recorded (`Written`) in the vocabulary of `encoder` becomes a passage of these tokens.
     """
     for record in records:
-        recorded_answers, complete = _recorded_passages(record, encoder), not record.get("truncated")
+        recorded_answers, is_complete = _recorded_passages(record, encoder), not record.get("truncated")
         if "text" in record:
-            yield next(recorded_answers, Passage(record["text"], ends=complete))
+            yield next(recorded_answers, Passage(record["text"], ends=is_complete))
             continue
-        last = len(record["messages"]) - 1
+        last_index = len(record["messages"]) - 1
         for number, message in enumerate(record["messages"]):
             if UNLEARNED in message:
                 continue
             if message["role"] == "assistant":
-                texts = [*dict.fromkeys(message[key] for key in THOUGHTS if message.get(key)), message["content"]]
-                text_answer = Passage("\n".join(filter(None, texts)), ends=complete or number < last)
+                text_parts = [*dict.fromkeys(message[key] for key in THOUGHTS if message.get(key)), message["content"]]
+                text_answer = Passage("\n".join(filter(None, text_parts)), ends=is_complete or number < last_index)
                 answer = next(recorded_answers, text_answer)
                 if answer.ids or answer.text:  # a call of tools may have no text
                     yield answer
-            elif text == "all" and message["content"]:
+            elif text_scope == "all" and message["content"]:
                 yield Passage(message["content"], ends=False)
 
 
@@ -95,19 +95,19 @@ def _recorded_passages(record: Record, encoder: Encoder) -> Iterator[Passage]:
     written = record.get("written")
     if written is None:
         return
-    in_range = all(max(text.ids) < encoder.vocabulary for text in written.documents)
+    in_range = all(max(document.ids) < encoder.vocabulary for document in written.documents)
     if not (in_range and encoder.digest.startswith(written.tokenizer)):
         warn_of_text(record["id"], "their tokens are of another tokenizer")
         return
-    for text in written.documents:
-        whole_text = (int(text.ids[0] == encoder.bos), len(text.ids))
-        for begin, end in text.answers if "messages" in record else [whole_text]:
-            yield Passage("", ends=False, ids=tuple(text.ids[begin:end]))
+    for document in written.documents:
+        text_span = (int(document.ids[0] == encoder.bos), len(document.ids))
+        for begin, end in document.answers if "messages" in record else [text_span]:
+            yield Passage("", ends=False, ids=tuple(document.ids[begin:end]))
 
 
 def tokenise(
-    documents: Iterable[Passage],
-    source: str,
+    corpus: Iterable[Passage],
+    encoder_source: str,
     revision: str | None,
     encoder: Encoder,
     folder: Path,
@@ -115,35 +115,35 @@ def tokenise(
     shard: int = SHARD_CHARACTERS,
     piece: int = PIECE,
 ) -> Shards:
-    """Write the missing shards of `documents` to `folder`, with `workers` processes.
+    """Write the missing shards of `corpus` to `folder`, with `workers` processes.
 
     source, revision: the origin of `encoder`, which the processes open again. shard, piece: characters of a shard, and
     of what is tokenised at once. Other files in `folder` are removed.
     Raises `UserError`.
     """
-    dtype, digest = token_type(encoder.vocabulary), hashlib.sha256()
+    dtype, hasher = token_type(encoder.vocabulary), hashlib.sha256()
     identity = f"{_FORMAT} {encoder.digest} {encoder.eos}" + ("" if encoder.rows is None else f" {encoder.rows}")
     paths, continued, count = list[Path](), list[bool](), 0
 
     def missing_shards() -> Iterator[_ShardInput]:
         """The shards to write; it also fills `paths` and `continued` for all shards."""
         nonlocal count
-        pieces = _split_long(documents, encoder, piece)
+        pieces = _split_long(corpus, encoder, piece)
         for batch in batches(pieces, lambda passage: len(passage.text) or 4 * len(passage.ids), shard):
-            name = _digest_batch(identity, batch)
-            digest.update(name.encode())
-            paths.append(folder / f"{len(paths):06d}-{name[:32]}.safetensors")
-            continued.append(batch[0].continues)
-            count += sum(not passage.continues for passage in batch)
+            batch_digest = _digest_batch(identity, batch)
+            hasher.update(batch_digest.encode())
+            paths.append(folder / f"{len(paths):06d}-{batch_digest[:32]}.safetensors")
+            continued.append(batch[0].continues_doc)
+            count += sum(not passage.continues_doc for passage in batch)
             if not paths[-1].exists():
                 yield paths[-1], batch, dtype
 
     with Stage("tokenising", unit="tokens") as stage:
-        for tokens in _write_all(missing_shards(), source, revision, encoder, workers):
-            stage.advance(tokens)
-    for stale in set(folder.iterdir()) - set(paths):
-        stale.unlink()
-    return Shards(paths, continued, dtype, sum(map(_count_tokens, paths)), count, digest.hexdigest())
+        for token_count in _write_all(missing_shards(), encoder_source, revision, encoder, workers):
+            stage.advance(token_count)
+    for stale_file in set(folder.iterdir()) - set(paths):
+        stale_file.unlink()
+    return Shards(paths, continued, dtype, sum(map(_count_tokens, paths)), count, hasher.hexdigest())
 
 
 def read_token_shard(path: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -159,32 +159,32 @@ def _count_tokens(path: Path) -> int:
 
 def whole_documents(shards: Shards) -> Iterator[np.ndarray]:
     """The token ids of every document, also of one that several shards hold."""
-    beginning = np.empty(0, shards.dtype)  # of a document that goes on in the next shard
-    for path, goes_on in zip(shards.paths, [*shards.continued[1:], False], strict=True):
+    unfinished_ids = np.empty(0, shards.dtype)  # of a document that goes on in the next shard
+    for path, continues_next in zip(shards.paths, [*shards.continued[1:], False], strict=True):
         ids, lengths = read_token_shard(path)
         documents = np.split(ids, np.cumsum(lengths[:-1], dtype=np.int64))
-        documents[0] = np.concatenate([beginning, documents[0]])
-        beginning = documents.pop() if goes_on else beginning[:0]
+        documents[0] = np.concatenate([unfinished_ids, documents[0]])
+        unfinished_ids = documents.pop() if continues_next else unfinished_ids[:0]
         yield from documents
 
 
 def _write_all(
-    jobs: Iterator[_ShardInput], source: str, revision: str | None, encoder: Encoder, workers: int
+    shard_inputs: Iterator[_ShardInput], source: str, revision: str | None, encoder: Encoder, workers: int
 ) -> Iterator[int]:
     """Write shards with `workers` processes, of which a bounded number wait; yields the tokens of each, in order."""
     if workers == 1:
-        for job in jobs:
-            yield _write_shard(*job, encoder)
+        for shard_input in shard_inputs:
+            yield _write_shard(*shard_input, encoder)
         return
-    waiting = deque[Future[int]]()
+    pending = deque[Future[int]]()
     pool = ProcessPoolExecutor(workers, get_context("spawn"), _open_process, (source, revision))
     try:
-        for job in jobs:
-            if len(waiting) == _QUEUED * workers:
-                yield waiting.popleft().result()
-            waiting.append(pool.submit(_write_in_process, *job))
-        while waiting:
-            yield waiting.popleft().result()
+        for shard_input in shard_inputs:
+            if len(pending) == _QUEUED * workers:
+                yield pending.popleft().result()
+            pending.append(pool.submit(_write_in_process, *shard_input))
+        while pending:
+            yield pending.popleft().result()
     except BrokenProcessPool:
         raise UserError(
             f"tokenizer={source}: a tokenising process was killed, or ran out of memory; continue with resume=true, "
@@ -217,18 +217,18 @@ def _write_in_process(path: Path, batch: list[Passage], dtype: np.dtype) -> int:
 
 def _write_shard(path: Path, batch: list[Passage], dtype: np.dtype, encoder: Encoder) -> int:
     """Write the ids of all documents, and the length of each, as safetensors; returns the number of tokens."""
-    end = () if encoder.eos is None else (encoder.eos,)
-    lengths, parts = list[int](), [np.empty(0, dtype)]
-    for part in batches(batch, lambda passage: len(passage.text), PIECE):
-        for ids, passage in zip(encoder.encode([passage.text for passage in part]), part, strict=True):
-            tokens = np.array(passage.ids or ([*ids, *end] if passage.ends else ids), dtype)
+    eos_ids = () if encoder.eos is None else (encoder.eos,)
+    lengths, id_segments = list[int](), [np.empty(0, dtype)]
+    for sub_batch in batches(batch, lambda passage: len(passage.text), PIECE):
+        for ids, passage in zip(encoder.encode([passage.text for passage in sub_batch]), sub_batch, strict=True):
+            tokens = np.array(passage.ids or ([*ids, *eos_ids] if passage.ends else ids), dtype)
             for number, segment in enumerate(_split_at_unreadable(tokens, encoder)):
-                parts.append(segment)
-                if number == 0 and passage.continues and lengths:
+                id_segments.append(segment)
+                if number == 0 and passage.continues_doc and lengths:
                     lengths[-1] += len(segment)
                 else:
                     lengths.append(len(segment))
-    write_atomically(path, save({"ids": np.concatenate(parts), "lengths": np.array(lengths, np.uint32)}))
+    write_atomically(path, save({"ids": np.concatenate(id_segments), "lengths": np.array(lengths, np.uint32)}))
     return sum(lengths)
 
 
@@ -240,19 +240,19 @@ def _split_at_unreadable(ids: np.ndarray, encoder: Encoder) -> list[np.ndarray]:
     return [first, *(tail[1:] for tail in tails)]
 
 
-def _split_long(documents: Iterable[Passage], encoder: Encoder, most: int) -> Iterator[Passage]:
+def _split_long(corpus: Iterable[Passage], encoder: Encoder, max_chars: int) -> Iterator[Passage]:
     """The documents, with long ones split (see `data_prep.text.documents`)."""
-    for document in documents:
-        text = document.text
-        for start, stop in spans(text, encoder.encode, most):
-            last = stop == len(text)
-            yield document if start == 0 and last else Passage(text[start:stop], document.ends and last, start > 0)
+    for passage in corpus:
+        text = passage.text
+        for start, stop in spans(text, encoder.encode, max_chars):
+            at_end = stop == len(text)
+            yield passage if start == 0 and at_end else Passage(text[start:stop], passage.ends and at_end, start > 0)
 
 
 def _digest_batch(identity: str, batch: list[Passage]) -> str:
-    digest = hashlib.sha256(identity.encode())
+    hasher = hashlib.sha256(identity.encode())
     for text, ends, continues, ids in batch:
         content = np.array(ids, np.int64).tobytes() if ids else text.encode()
-        digest.update(f"{len(content)} {'ids' if ids else ends} {'continues ' if continues else ''}".encode())
-        digest.update(content)
-    return digest.hexdigest()
+        hasher.update(f"{len(content)} {'ids' if ids else ends} {'continues ' if continues else ''}".encode())
+        hasher.update(content)
+    return hasher.hexdigest()

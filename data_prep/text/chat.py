@@ -57,7 +57,7 @@ def render_prompt(
     completion). option: its name, for errors. BOS is prepended exactly once if the tokenizer adds one; a chat template
     writes its own.
     answer_ids: the recorded ids of the answers in `turns`, in order; empty if unknown. The prompt has these ids as long
-    as its text equals the text of the same prompt and answers. context: the context, see `ids_within`.
+    as its text equals the text of the same prompt and answers. context: the context, see `token_ids_up_to`.
 
     Raises `UserError` if the tokenizer has no chat template although one is needed, and for a lone surrogate, and
     `UnusableTextError`, naming `where`, if the template refuses the turns or a token has no row in the model.
@@ -69,23 +69,23 @@ def render_prompt(
     ]
     if not messages or messages[-1]["role"] not in ("user", "tool"):
         raise ValueError("a prompt ends with a user turn")
-    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    answer_indices = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     prefixes: list[list[int]] = []
-    for index, ids in zip(answers, answer_ids, strict=False):
+    for index, ids in zip(answer_indices, answer_ids, strict=False):
         if ids and index:
-            before = _render_ids(messages[:index], tokenizer, template, option, context, where)
-            prefixes.append([*replace_prefix(before, prefixes, tokenizer), *ids])
-    rendered = replace_prefix(_render_ids(messages, tokenizer, template, option, context, where), prefixes, tokenizer)
-    require_rows(rendered, tokenizer, where)
-    return rendered
+            ids_before = _render_ids(messages[:index], tokenizer, template, option, context, where)
+            prefixes.append([*replace_prefix(ids_before, prefixes, tokenizer), *ids])
+    prompt_ids = replace_prefix(_render_ids(messages, tokenizer, template, option, context, where), prefixes, tokenizer)
+    require_rows(prompt_ids, tokenizer, where)
+    return prompt_ids
 
 
 def _render_ids(
     messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, template: str, option: str = TEMPLATE,
-    context: int | None = None, where: str = "prompt",
+    context_length: int | None = None, where: str = "prompt",
 ) -> list[int]:  # fmt: skip
     """Token ids of messages, and of the opening of an answer if the last is the user's."""
-    ids = ids_within(render_text(messages, tokenizer, template, where, option), tokenizer, context)
+    ids = token_ids_up_to(render_text(messages, tokenizer, template, where, option), tokenizer, context_length)
     return prepend_bos(ids, tokenizer) if template in ("vicuna", "none") else ids
 
 
@@ -97,11 +97,11 @@ def render_text(
     option: str = TEMPLATE,
 ) -> str:
     """The text of messages, and of the opening of an answer unless the last is one."""
-    opening = messages[-1]["role"] != "assistant"
+    add_opening = messages[-1]["role"] != "assistant"
     if template in ("auto", "tokenizer"):
-        return apply_template(tokenizer, messages, where, option, opening=opening)
+        return apply_template(tokenizer, messages, where, option, opening=add_opening)
     if template == "vicuna":
-        return _render_vicuna(messages, tokenizer) + "ASSISTANT:" * opening
+        return _render_vicuna(messages, tokenizer) + "ASSISTANT:" * add_opening
     return "\n".join(message["content"] for message in messages)
 
 
@@ -111,7 +111,7 @@ def prepend_bos(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]
     return [bos, *ids] if ids[:1] != [bos] and adds_bos(tokenizer) else ids
 
 
-def around_question(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[list[int], str]:
+def question_affixes(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[list[int], str]:
     """The token ids before a user's first turn, and the first line of the text after it.
 
     template: as for a prompt; auto is none if the tokenizer has no chat template. With none, the ids are the BOS token
@@ -126,12 +126,12 @@ def around_question(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[
     text_before, _, text_after = render_text(question, tokenizer, template, "a question", "template").partition(MARK)
     if not text_after.strip():
         raise UserError(f"{name}: its chat template does not end a user's turn: {remedy}")
-    ids = ids_within(text_before.rstrip(" "), tokenizer, None)  # a space belongs to the word after it
+    ids = token_ids_up_to(text_before.rstrip(" "), tokenizer, None)  # a space belongs to the word after it
     ids = prepend_bos(ids, tokenizer) if template == "vicuna" else ids
     return ids, text_after.strip().partition("\n")[0]
 
 
-def ids_within(text: str, tokenizer: PreTrainedTokenizerBase, context: int | None) -> list[int]:
+def token_ids_up_to(text: str, tokenizer: PreTrainedTokenizerBase, context: int | None) -> list[int]:
     """The token ids of `text`, or more than `context` ids of its beginning if it has more than `context` tokens.
 
     So the work for a text that exceeds every context is bounded. The beginning has more than twice `context` tokens:
@@ -159,9 +159,9 @@ def replace_prefix(rendered: list[int], prefixes: Sequence[list[int]], tokenizer
     for ids in reversed(prefixes):
         if rendered[: len(ids)] == ids:
             break
-        text = text_of(ids)
-        end = bisect_left(range(len(rendered)), len(text), key=lambda end: len(text_of(rendered[:end])))
-        if text_of(rendered[:end]) == text:
+        prefix_text = text_of(ids)
+        end = bisect_left(range(len(rendered)), len(prefix_text), key=lambda end: len(text_of(rendered[:end])))
+        if text_of(rendered[:end]) == prefix_text:
             return [*ids, *rendered[end:]]
     return rendered
 
@@ -174,9 +174,9 @@ def answer_text(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
         opening = apply_template(tokenizer, turns, "answer").partition(MARK)[0]
     except UserError:
         opening = ""
-    special = [number for number, token in tokenizer.added_tokens_decoder.items() if opening.endswith(token.content)]
-    after = max((i + 1 for i, token in enumerate(ids) if token in special), default=0)
-    return str(tokenizer.decode([*ids[after:]], skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    marker_ids = [number for number, token in tokenizer.added_tokens_decoder.items() if opening.endswith(token.content)]
+    content_start = max((i + 1 for i, token in enumerate(ids) if token in marker_ids), default=0)
+    return str(tokenizer.decode([*ids[content_start:]], skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def describe_difference(
@@ -193,49 +193,49 @@ def describe_difference(
     return difference if index < len(written) else ""
 
 
-def templates_of_run(run: Mapping[str, object], tokenizer: PreTrainedTokenizerBase) -> set[str]:
+def templates_of_run(run_record: Mapping[str, object], tokenizer: PreTrainedTokenizerBase) -> set[str]:
     """The templates in the record of a generate-responses run, by their names in `data.template`.
 
     "another": that of another tokenizer; "absent": the tokenizer had none. Empty without a record.
     """
-    templates = run.get("template")
-    names = {str(tokenizer.chat_template): "tokenizer", "vicuna": "vicuna", "none": "none", "None": "absent"}
-    return {names.get(str(template), "another") for template in templates} if isinstance(templates, list) else set()
+    templates = run_record.get("template")
+    label_of = {str(tokenizer.chat_template): "tokenizer", "vicuna": "vicuna", "none": "none", "None": "absent"}
+    return {label_of.get(str(template), "another") for template in templates} if isinstance(templates, list) else set()
 
 
-def is_greedy_run(run: Mapping[str, object]) -> bool:
+def is_greedy_run(record: Mapping[str, object]) -> bool:
     """Whether all answers of a generate-responses run are greedy, according to its record."""
-    first, most = run.get("greedy_tokens", 0), run.get("max_new_tokens", 0)
-    return run.get("temperature", 0) == 0 or (isinstance(first, int) and isinstance(most, int) and first >= most)
+    greedy, limit = record.get("greedy_tokens", 0), record.get("max_new_tokens", 0)
+    return record.get("temperature", 0) == 0 or (isinstance(greedy, int) and isinstance(limit, int) and greedy >= limit)
 
 
 def records_of_runs(data: DataConfig) -> dict[Path, dict[str, object]]:
     """The records of the runs that made the files of `data`, by directory, as far as they are there."""
     paths = resolve_paths(data.path if data.source == "local" else ())
-    runs = {folder: run_beside(folder / RUN_FILE) for folder in sorted({path.parent for path in paths})}
-    return {folder: run for folder, run in runs.items() if run is not None}
+    records = {folder: read_run_record(folder / RUN_FILE) for folder in sorted({path.parent for path in paths})}
+    return {folder: record for folder, record in records.items() if record is not None}
 
 
-def run_beside(file: Path) -> dict[str, object] | None:
+def read_run_record(data_file: Path) -> dict[str, object] | None:
     """The record of the run that made a file, if it is there."""
-    path = file.with_name(RUN_FILE)
-    return read_mapping(path, "record of a run", "remove it") if path.is_file() else None
+    record_path = data_file.with_name(RUN_FILE)
+    return read_mapping(record_path, "record of a run", "remove it") if record_path.is_file() else None
 
 
 def warn_of_template(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Warn if a part of `data` has another template than the run that made its answers. Where no run has recorded one,
     warn of another template than the tokenizer's own."""
-    for key, _, part in [*data.parts()] or [("", 0.0, data)]:
-        templates = set[str]().union(*(templates_of_run(run, tokenizer) for run in records_of_runs(part).values()))
+    for mix_name, _, config in [*data.parts()] or [("", 0.0, data)]:
+        templates = set[str]().union(*(templates_of_run(run, tokenizer) for run in records_of_runs(config).values()))
         templates -= {"absent"}
         expected = {"tokenizer" if template == "another" else template for template in templates}
         if not templates and tokenizer.chat_template:
             expected = {"tokenizer"}
-        if expected and part.template not in expected:
-            has_template = f"{tokenizer_name(tokenizer)} has one of its own"
-            why = "its answers were asked for with another" if templates else has_template
-            option = f"data.mix.{key}" if key else "data"
-            warn(f"{option}.template={part.template}: {why}; give {option}.template={' or '.join(sorted(expected))}")
+        if expected and config.template not in expected:
+            own_reason = f"{tokenizer_name(tokenizer)} has one of its own"
+            why = "its answers were asked for with another" if templates else own_reason
+            option = f"data.mix.{mix_name}" if mix_name else "data"
+            warn(f"{option}.template={config.template}: {why}; give {option}.template={' or '.join(sorted(expected))}")
 
 
 def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -274,9 +274,9 @@ def apply_template(
     except Exception as error:  # a template is code and may raise any error
         remedy = "leave it out; what its system message says may begin the user's first turn"
         raise UnusableTextError(f"{subject} refuses this conversation ({reason(error)}); {remedy}") from error
-    size = sum(len(str(value)) for message in messages for key, value in message.items() if key != "role")
-    if len(rendered) > _MOST_TEXT + _MOST_TIMES * size:
-        raise UnusableTextError(f"{subject} makes {len(rendered)} characters of {size}; {template_remedy(option)}")
+    n_chars = sum(len(str(value)) for message in messages for key, value in message.items() if key != "role")
+    if len(rendered) > _MOST_TEXT + _MOST_TIMES * n_chars:
+        raise UnusableTextError(f"{subject} makes {len(rendered)} characters of {n_chars}; {template_remedy(option)}")
     return str(rendered)
 
 
@@ -286,11 +286,11 @@ def template_remedy(option: str = TEMPLATE) -> str:
 
 def _render_vicuna(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> str:
     """Vicuna v1.1 and later: a space after system and user turns, the EOS token after answers."""
-    first = messages[0]["role"] == "system"
-    text = (messages[0]["content"] if first else VICUNA_SYSTEM) + " "
-    for message in messages[first:]:
-        asks, content = message["role"] == "user", message["content"]
-        text += f"USER: {content} " if asks else f"ASSISTANT: {content}{tokenizer.eos_token or '</s>'}"
+    has_system = messages[0]["role"] == "system"
+    text = (messages[0]["content"] if has_system else VICUNA_SYSTEM) + " "
+    for message in messages[has_system:]:
+        is_user, content = message["role"] == "user", message["content"]
+        text += f"USER: {content} " if is_user else f"ASSISTANT: {content}{tokenizer.eos_token or '</s>'}"
     return text
 
 
@@ -316,8 +316,8 @@ class StreamedText:
         self._local, self._token_texts = _decodes_locally(tokenizer), _TEXTS.setdefault(tokenizer, {})
         ids = tokenizer(_SPACED, add_special_tokens=False)["input_ids"]
         raw_text, clean_text = self._decode(ids), tokenizer.decode(ids, skip_special_tokens=True)
-        unsure = tokenizer.clean_up_tokenization_spaces and tokenizer.clean_up_tokenization(raw_text) == raw_text
-        self._cleans = clean_text != raw_text or unsure  # unsure: no tokens give the text `_SPACED`
+        is_unsure = tokenizer.clean_up_tokenization_spaces and tokenizer.clean_up_tokenization(raw_text) == raw_text
+        self._cleans = clean_text != raw_text or is_unsure  # unsure: no tokens give the text `_SPACED`
         self._before, self._end = 0, 0  # tokens[before:end] are the last piece whose end no later token changes
         self._closed = 0  # number of tokens up to the last one whose text no later token changes
         self._seen, self._waiting = 0, ""  # characters since `before` that were processed; the held-back ones
@@ -344,9 +344,9 @@ class StreamedText:
         self._waiting += text[self._seen :]
         self._seen = max(self._seen, len(text))
 
-    def _take_text(self, size: int) -> str:
-        """The next `size` characters, cleaned up."""
-        piece, self._waiting = self._waiting[:size], self._waiting[size:]
+    def _take_text(self, n_chars: int) -> str:
+        """The next `n_chars` characters, cleaned up."""
+        piece, self._waiting = self._waiting[:n_chars], self._waiting[n_chars:]
         return self._tokenizer.clean_up_tokenization(piece) if self._cleans else piece
 
     def _decode_alone(self, token: int) -> tuple[str, bool]:
@@ -370,13 +370,13 @@ def _decodes_locally(tokenizer: PreTrainedTokenizerBase) -> bool:
     """
     from transformers import PreTrainedTokenizerFast as Fast
 
-    kind = type(tokenizer)
-    if not isinstance(tokenizer, Fast) or (kind.decode, kind._decode) != (Fast.decode, Fast._decode):
+    cls = type(tokenizer)
+    if not isinstance(tokenizer, Fast) or (cls.decode, cls._decode) != (Fast.decode, Fast._decode):
         return False
     try:
         state = json.loads(tokenizer.backend_tokenizer.decoder.__getstate__())
     except Exception:  # no decoder, or one in Python
         return False
     steps = state.get("decoders", [state])
-    replaced = [step["pattern"].get("String", "") for step in steps if step["type"] == "Replace"]
-    return all(step["type"] in _LOCAL for step in steps) and all(len(text) == 1 for text in replaced)
+    replaced_texts = [step["pattern"].get("String", "") for step in steps if step["type"] == "Replace"]
+    return all(step["type"] in _LOCAL for step in steps) and all(len(text) == 1 for text in replaced_texts)

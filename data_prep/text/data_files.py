@@ -34,7 +34,7 @@ RUN_FILE, RESPONSES = "run.json", "responses-*.jsonl"  # files of generate-respo
 _ABOUT = re.compile(  # files that describe a data set: of a repository, and as `datasets` saves it
     r"(readme|licen[cs]e|copying|notice|citation|changelog)(\W.*)?|(dataset_(infos?|dict)|state)\.json", re.IGNORECASE
 )
-_LONGEST = 2**30  # bytes of a file that is one text or one JSON value; a line, or a field of CSV, has `MOST_BYTES`
+_MAX_BYTES = 2**30  # bytes of a file that is one text or one JSON value; a line, or a field of CSV, has `MOST_BYTES`
 
 
 def match_paths(pattern: str) -> list[Path]:
@@ -72,11 +72,11 @@ def resolve_paths(patterns: Iterable[str]) -> list[Path]:
 def _data_files(folder: Path) -> list[Path]:
     files = [path for path in folder.rglob("*") if path.is_file()]
     files = [path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
-    about = {path for path in files if _ABOUT.fullmatch(path.name) and _suffix(path) not in _RECORDS.keys() - {".json"}}
-    if not about or len(about) == len(files):
+    docs = {path for path in files if _ABOUT.fullmatch(path.name) and _suffix(path) not in _READERS.keys() - {".json"}}
+    if not docs or len(docs) == len(files):
         return files
-    _print_once(f"data path={folder}: passed over {list_words(sorted({path.name for path in about}))}")
-    return [path for path in files if path not in about]
+    _print_once(f"data path={folder}: passed over {list_words(sorted({path.name for path in docs}))}")
+    return [path for path in files if path not in docs]
 
 
 @functools.cache
@@ -92,7 +92,7 @@ def read_file(path: Path, counts: "Counts | None" = None) -> Iterator[tuple[int,
     file may hold a list, one object, or one object per line. Raises `UserError` naming file and line; a text file that
     is not UTF-8 is counted as unreadable and skipped, if there are `counts`.
     """
-    reader = _RECORDS.get(_suffix(path))
+    reader = _READERS.get(_suffix(path))
     return text_rows(path, counts) if reader is None else reader(path)
 
 
@@ -108,12 +108,12 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, object]]:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, object]]:
-    lines = ((number, line) for number, line in enumerate(_read_lines(path, _LONGEST), 1) if line.strip())
-    (number, first), second = next(lines, (1, b"")), next(lines, None)
-    if second is not None and _is_record(_decode_line(first, path, number)):
+    lines = ((number, line) for number, line in enumerate(_read_lines(path, _MAX_BYTES), 1) if line.strip())
+    (number, first_line), second_item = next(lines, (1, b"")), next(lines, None)
+    if second_item is not None and _is_record(_decode_line(first_line, path, number)):
         yield from _jsonl_rows(path)
         return
-    del first, second, lines
+    del first_line, second_item, lines
     try:
         value = parse_json(_read_text(path))
     except UserError as error:
@@ -125,18 +125,18 @@ def _json_rows(path: Path) -> Iterator[tuple[int, object]]:
 def _csv_rows(path: Path) -> Iterator[tuple[int, object]]:
     csv.field_size_limit(MOST_BYTES)
     lines = (_decode_line(line, path, number) for number, line in enumerate(_read_lines(path, MOST_BYTES), 1))
-    rows = csv.DictReader(lines, delimiter="," if _suffix(path) == ".csv" else "\t", strict=True)
+    reader = csv.DictReader(lines, delimiter="," if _suffix(path) == ".csv" else "\t", strict=True)
     try:
-        for raw in rows:
-            count = len(rows.fieldnames or ())
-            if None in raw or None in raw.values() or len(raw) < count:
-                raise csv.Error(f"expected the {count} fields of the first line, each of another name")
-            yield rows.line_num, raw
+        for row in reader:
+            field_count = len(reader.fieldnames or ())
+            if None in row or None in row.values() or len(row) < field_count:
+                raise csv.Error(f"expected the {field_count} fields of the first line, each of another name")
+            yield reader.line_num, row
     except csv.Error as error:
-        raise UserError(f"{path}:{rows.line_num}: {error}") from None
+        raise UserError(f"{path}:{reader.line_num}: {error}") from None
 
 
-def drop_absent(raw: dict[str, object]) -> dict[str, object]:
+def drop_absent(row: dict[str, object]) -> dict[str, object]:
     """A row of a table as JSON would have it: times in seconds since 1970, other values of Arrow's as texts.
 
     Entries that its mappings lack are left out: Arrow gives all mappings of a column the same names, some with None.
@@ -158,7 +158,7 @@ def drop_absent(raw: dict[str, object]) -> dict[str, object]:
             return float(value)
         return value if value is None or isinstance(value, str | int | float) else str(value)
 
-    return {name: drop(value) for name, value in raw.items()}
+    return {name: drop(value) for name, value in row.items()}
 
 
 def _table_rows(path: Path) -> Iterator[tuple[int, object]]:
@@ -188,7 +188,7 @@ def _record_batches(path: Path) -> Iterator["pyarrow.RecordBatch"]:
             yield from map(stored.get_batch, range(stored.num_record_batches))
 
 
-_RECORDS: dict[str, Callable[[Path], Iterator[tuple[int, object]]]] = {
+_READERS: dict[str, Callable[[Path], Iterator[tuple[int, object]]]] = {
     **dict.fromkeys((".jsonl", ".ndjson"), _jsonl_rows), ".json": _json_rows,
     **dict.fromkeys((".csv", ".tsv"), _csv_rows), **dict.fromkeys((".parquet", ".arrow"), _table_rows),
 }  # fmt: skip
@@ -217,29 +217,29 @@ def _open_unpacked(path: Path) -> io.BufferedReader:
 
 
 _PACKED = {".gz": gzip.GzipFile, ".bz2": bz2.BZ2File, ".xz": lzma.LZMAFile}
-_MARKS = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be", codecs.BOM_UTF8: ""}
+_BOMS = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be", codecs.BOM_UTF8: ""}
 
 
-def _read_lines(path: Path, most: int, *, in_total: bool = False) -> Iterator[bytes]:
+def _read_lines(path: Path, max_bytes: int, *, in_total: bool = False) -> Iterator[bytes]:
     """The lines of a file, unpacked; converted to UTF-8 if it begins with the byte-order mark of another encoding.
 
     A packed file may be a thousand times as large as it looks. Raises `UserError` for a line, or with `in_total` for a
-    file, of more than `most` bytes, and reads no more.
+    file, of more than `max_bytes` bytes, and reads no more.
     """
     try:
         with _open_unpacked(path) as file:
-            begin = file.peek(4)
-            mark = next((mark for mark in _MARKS if begin.startswith(mark)), b"")
-            file.read(len(mark))
-            encoding, bytes_read = _MARKS.get(mark), 0
-            lines = io.TextIOWrapper(file, encoding, newline="\n") if encoding else file
+            first_bytes = file.peek(4)
+            bom = next((bom for bom in _BOMS if first_bytes.startswith(bom)), b"")
+            file.read(len(bom))
+            encoding, bytes_read = _BOMS.get(bom), 0
+            stream = io.TextIOWrapper(file, encoding, newline="\n") if encoding else file
             for number in itertools.count(1):
-                if not (line := lines.readline(most + 1)):
+                if not (line := stream.readline(max_bytes + 1)):
                     break
                 bytes_read = len(line) + bytes_read * in_total
-                if bytes_read > most:
-                    what = f"{path}: a text" if in_total else f"{path}:{number}: a line"
-                    raise UserError(f"{what} of more than {most} bytes: expected no more; split it")
+                if bytes_read > max_bytes:
+                    subject = f"{path}: a text" if in_total else f"{path}:{number}: a line"
+                    raise UserError(f"{subject} of more than {max_bytes} bytes: expected no more; split it")
                 yield line.encode() if isinstance(line, str) else line
     except (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeError) as error:
         raise _read_error(path, error) from error
@@ -247,7 +247,7 @@ def _read_lines(path: Path, most: int, *, in_total: bool = False) -> Iterator[by
 
 def _read_text(path: Path) -> str:
     """A whole file. Raises `UserError` naming the line."""
-    lines = enumerate(_read_lines(path, _LONGEST, in_total=True), 1)
+    lines = enumerate(_read_lines(path, _MAX_BYTES, in_total=True), 1)
     return "".join(_decode_line(line, path, number) for number, line in lines)
 
 
@@ -281,14 +281,14 @@ def _is_record(line: str) -> bool:
 def file_digest(path: Path) -> bytes:
     """The sha256 of its bytes, which are read once while the file does not change."""
     try:
-        state = path.stat()
-        read = _digest_file if time.time_ns() - state.st_mtime_ns > _SETTLED else _digest_file.__wrapped__
-        return read(path, state.st_size, state.st_mtime_ns)
+        file_stat = path.stat()
+        digest_fn = _digest_file if time.time_ns() - file_stat.st_mtime_ns > _SETTLED_NS else _digest_file.__wrapped__
+        return digest_fn(path, file_stat.st_size, file_stat.st_mtime_ns)
     except OSError as error:
         raise _read_error(path, error) from error
 
 
-_SETTLED = 10**9  # nanoseconds since a change: the time of a file moves in steps of milliseconds
+_SETTLED_NS = 10**9  # nanoseconds since a change: the time of a file moves in steps of milliseconds
 
 
 @functools.cache

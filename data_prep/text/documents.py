@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PIECE = 2**18  # characters tokenised at once
-_AROUND = 256  # characters on either side of a cut that are tokenised to test it
+_AROUND_LEN = 256  # characters on either side of a cut that are tokenised to test it
 _MOST_CUTS = 8  # candidate cuts of each kind
 # Kinds of cuts: a character, and from it the offsets of the end of a piece and of the begin of the next one. A space
 # between words may belong to neither piece, because some tokenizers prepend one to every text.
@@ -92,24 +92,24 @@ def encode(
     (see `_require_rendered`), or if the model has no row for a token. With counts=None it raises `UnusableTextError`.
     Raises `UserError` for a tokenizer without chat template.
     """
-    refusals = nullcontext if counts is None else counts.count_refused
-    documents = [_recorded_documents(record, tokenizer, template) for record in records]
+    catch_refusals = nullcontext if counts is None else counts.count_refused
+    docs_by_record = [_recorded_documents(record, tokenizer, template) for record in records]
     answers: dict[int, list[_RenderedAnswer]] = {}
     for number, record in enumerate(records):
-        if not documents[number]:
-            with refusals():
+        if not docs_by_record[number]:
+            with catch_refusals():
                 answers[number] = _render_answers(record, tokenizer, template, counts)
     texts = [text for rendered in answers.values() for answer in rendered for text in (answer.prompt, answer.text)]
     ids_of_texts = iter(encode_all(texts, lambda batch: list(tokenize(tokenizer, batch)["input_ids"])))
     for number, rendered in answers.items():
-        ids = [(next(ids_of_texts), next(ids_of_texts)) for _ in rendered]  # of each prompt and of its answer
-        with refusals():
-            documents[number] = _encode_answers(records[number], rendered, ids, tokenizer, template)
-            if counts is not None and not any(document.supervised.any() for document in documents[number]):
+        id_pairs = [(next(ids_of_texts), next(ids_of_texts)) for _ in rendered]  # of each prompt and of its answer
+        with catch_refusals():
+            docs_by_record[number] = _encode_answers(records[number], rendered, id_pairs, tokenizer, template)
+            if counts is not None and not any(document.supervised.any() for document in docs_by_record[number]):
                 counts.first = counts.first or f"{records[number]['id']}: no answer of the assistant to learn from"
     usable: list[Document] = []
-    for record, record_documents in zip(records, documents, strict=True):
-        with refusals():
+    for record, record_documents in zip(records, docs_by_record, strict=True):
+        with catch_refusals():
             for document in record_documents:
                 require_rows(document.ids, tokenizer, record["id"])
             usable += record_documents
@@ -124,21 +124,21 @@ def _recorded_documents(record: Record, tokenizer: PreTrainedTokenizerBase, temp
     if (written.tokenizer, written.template) != origin_digests(record, tokenizer, template):
         warn_of_text(record["id"], "their tokens are of another tokenizer or chat template, or of its other arguments")
         return []
-    return [_to_document(text, indivisible="messages" in record) for text in written.documents]
+    return [_to_document(tokenised, indivisible="messages" in record) for tokenised in written.documents]
 
 
-def _to_document(text: TokenisedText, indivisible: bool) -> Document:
-    supervised = np.zeros(len(text.ids), bool)
-    for begin, end in text.answers:
+def _to_document(tokenised: TokenisedText, indivisible: bool) -> Document:
+    supervised = np.zeros(len(tokenised.ids), bool)
+    for begin, end in tokenised.answers:
         supervised[begin:end] = True
-    return Document(np.array(text.ids, np.int64), supervised, indivisible)
+    return Document(np.array(tokenised.ids, np.int64), supervised, indivisible)
 
 
 def origin_digests(record: Mapping[str, object], tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, str]:
     """Digests of the tokenizer and the template, which determine the ids of a record's prompts (see `Written`)."""
-    name = template if "messages" in record else "none"
-    rendered = digest_of([name, name == "tokenizer" and tokenizer.chat_template])[:16]
-    return _tokenizer_digest(tokenizer, len(tokenizer)), rendered
+    template_name = template if "messages" in record else "none"
+    template_digest = digest_of([template_name, template_name == "tokenizer" and tokenizer.chat_template])[:16]
+    return _tokenizer_digest(tokenizer, len(tokenizer)), template_digest
 
 
 @lru_cache(maxsize=2)  # also by the number of tokens, since tokens may be added
@@ -153,26 +153,26 @@ def _added_tokens(tokenizer: PreTrainedTokenizerBase, _: int) -> tuple[str, ...]
 
 
 def _encode_answers(
-    record: Record, answers: Sequence[_RenderedAnswer], encoded: Sequence[tuple[list[int], list[int]]],
+    record: Record, answers: Sequence[_RenderedAnswer], encoded_pairs: Sequence[tuple[list[int], list[int]]],
     tokenizer: PreTrainedTokenizerBase, template: str,
 ) -> list[Document]:  # fmt: skip
     """The documents of a record; encoded: the ids of the prompts and, by themselves, of the answers."""
     if "text" in record:
-        ids, eos = prepend_bos(encoded[0][1], tokenizer), tokenizer.eos_token_id
+        ids, eos = prepend_bos(encoded_pairs[0][1], tokenizer), tokenizer.eos_token_id
         ids = ids if record.get("truncated") or eos is None or ids[-1:] == [eos] else [*ids, eos]
         return [Document(np.array(ids, np.int64), np.ones(len(ids), bool), indivisible=False)]
-    texts = list[TokenisedText]()
-    for answer, (prompt, separate_ids) in zip(answers, encoded, strict=True):
+    tokenised = list[TokenisedText]()
+    for answer, (prompt, separate_ids) in zip(answers, encoded_pairs, strict=True):
         prompt = prompt if template == "tokenizer" else prepend_bos(prompt, tokenizer)  # a chat template writes BOS
-        prompt = replace_prefix(prompt, [text.ids for text in texts], tokenizer)  # earlier answers keep their ids
+        prompt = replace_prefix(prompt, [text.ids for text in tokenised], tokenizer)  # earlier answers keep their ids
         ids = _answer_ids(prompt, answer.text, separate_ids, tokenizer)
         if not ids:
             name = tokenizer_name(tokenizer)
             raise UnusableTextError(f"{record['id']}: {name} writes no such answer after its prompt")
-        texts = append_answer(texts, prompt, ids, answer.learned)
-    if texts:
-        texts[-1].ids.extend(tokenize(tokenizer, [answers[-1].after])["input_ids"][0])
-    documents = [_to_document(text, indivisible=True) for text in texts if text.answers]
+        tokenised = append_answer(tokenised, prompt, ids, answer.learned)
+    if tokenised:
+        tokenised[-1].ids.extend(tokenize(tokenizer, [answers[-1].after])["input_ids"][0])
+    documents = [_to_document(text, indivisible=True) for text in tokenised if text.answers]
     unsupervised = Document(np.zeros(1, np.int64), np.zeros(1, bool), indivisible=True)  # rows.py drops and counts it
     return documents or [unsupervised]
 
@@ -186,8 +186,8 @@ def _answer_ids(
     """
     prompt_end, options = prompt[-8:], {"clean_up_tokenization_spaces": False}  # a text may depend on tokens before it
     expected_text = str(tokenizer.decode(prompt_end, **options)) + answer
-    for lead in ("", "\n", "."):
-        lead_ids, ids = tokenize(tokenizer, [lead, lead + answer])["input_ids"] if lead else ([], separate_ids)
+    for prefix in ("", "\n", "."):
+        lead_ids, ids = tokenize(tokenizer, [prefix, prefix + answer])["input_ids"] if prefix else ([], separate_ids)
         ids = ids[len(lead_ids) :] if ids[: len(lead_ids)] == lead_ids else []
         if tokenizer.decode([*prompt_end, *ids], **options) == expected_text:
             return list(ids)
@@ -218,8 +218,8 @@ def _render_answers(
     indices = [i for i, message in enumerate(record["messages"]) if message["role"] == "assistant"]
     if not indices:
         return []
-    messages, added = record["messages"][: indices[-1] + 1], _added_tokens(tokenizer, len(tokenizer))
-    closes = _closes_answers(render, messages[: indices[0]], added)
+    messages, added_tokens = record["messages"][: indices[-1] + 1], _added_tokens(tokenizer, len(tokenizer))
+    closes_answers = _closes_answers(render, messages[: indices[0]], added_tokens)
     prompts = [render(messages[:i]) for i in indices]
     continuations = [*prompts[1:], _render_or_empty(render, [*messages, {"role": "user", "content": "?"}])]
     conversations = [render(messages[: i + 1]) for i in indices]
@@ -229,12 +229,12 @@ def _render_answers(
         if not conversation.startswith(prompt):
             why = f"does not render message {i + 1} after the opening that decoding has"
             raise UnusableTextError(f"{record['id']}: the chat template {why}; {template_remedy()}")
-        rendered, learned = conversation.removeprefix(prompt), UNLEARNED not in messages[i]
-        text = _cut_at_end(rendered, continuation.removeprefix(prompt), added, closes)
-        if learned:
-            _require_rendered(messages[i], text, record["id"])
+        rendered_answer, is_learned = conversation.removeprefix(prompt), UNLEARNED not in messages[i]
+        answer_text = _cut_at_end(rendered_answer, continuation.removeprefix(prompt), added_tokens, closes_answers)
+        if is_learned:
+            _require_rendered(messages[i], answer_text, record["id"])
             _require_arguments(messages[: i + 1], render, record["id"])
-        answers.append(_RenderedAnswer(prompt, text, rendered[len(text) :], learned))
+        answers.append(_RenderedAnswer(prompt, answer_text, rendered_answer[len(answer_text) :], is_learned))
     if record.get("truncated"):
         answers[-1] = _remove_end(answers[-1], messages, conversations[-1], render)
     if counts is not None:
@@ -242,22 +242,22 @@ def _render_answers(
     return answers
 
 
-def _closes_answers(render: Render, opening: list[Message], added: tuple[str, ...]) -> bool:
-    """Whether the template writes an added token after an answer to `opening`, as in "Hello<end>".
+def _closes_answers(render: Render, history: list[Message], added_tokens: tuple[str, ...]) -> bool:
+    """Whether the template writes an added token after an answer to `history`, as in "Hello<end>".
 
     If not, an added token at an answer's end belongs to its own text, such as <b> in "In HTML, bold is <b>". True for
     a template that refuses the answer.
     """
     answer: Message = {"role": "assistant", "content": MARK}
-    _, mark, ending = _render_or_empty(render, [*opening, answer]).rpartition(MARK)
-    return not mark or ending.rstrip().endswith(added)
+    _, mark, ending = _render_or_empty(render, [*history, answer]).rpartition(MARK)
+    return not mark or ending.rstrip().endswith(added_tokens)
 
 
 def _remove_end(answer: _RenderedAnswer, messages: list[Message], conversation: str, render: Render) -> _RenderedAnswer:
     """The last answer of `conversation`, which is truncated: it ends where a mark after its text is rendered."""
-    keys = ["content"] if messages[-1]["content"].strip() else [key for key in THOUGHTS if key in messages[-1]]
-    marked = render([*messages[:-1], messages[-1] | {key: messages[-1][key].rstrip() + MARK for key in keys}])
-    text = marked[len(answer.prompt) : max(0, marked.find(MARK, len(answer.prompt)))]
+    text_keys = ["content"] if messages[-1]["content"].strip() else [key for key in THOUGHTS if key in messages[-1]]
+    marked_text = render([*messages[:-1], messages[-1] | {key: messages[-1][key].rstrip() + MARK for key in text_keys}])
+    text = marked_text[len(answer.prompt) : max(0, marked_text.find(MARK, len(answer.prompt)))]
     return answer._replace(text=text, after=conversation[len(answer.prompt + text) :])
 
 
@@ -269,7 +269,7 @@ def _render_or_empty(render: Render, messages: list[Message]) -> str:
         return ""
 
 
-def _cut_at_end(answer: str, continuation: str, added: tuple[str, ...], closes: bool) -> str:
+def _cut_at_end(answer: str, continuation: str, added: tuple[str, ...], closes_answers: bool) -> str:
     """An answer up to the added token that ends it: the last that stays where the conversation goes on, else all.
 
     continuation: the same text where another turn follows. closes: see `_closes_answers`; if false, the mark of the
@@ -279,13 +279,13 @@ def _cut_at_end(answer: str, continuation: str, added: tuple[str, ...], closes: 
         Hello<end><eos>       Hello<end><user>?     True       Hello<end>
         Hello                 Hello<user>?          False      Hello<user>
     """
-    candidates, text = list[str](), answer.rstrip()  # line breaks after an end-of-turn token are never generated
-    while closes and text.endswith(added):
-        candidates.append(text)
-        text = text.removesuffix(max((mark for mark in added if text.endswith(mark)), key=len)).rstrip()
+    candidates, cut_text = list[str](), answer.rstrip()  # line breaks after an end-of-turn token are never generated
+    while closes_answers and cut_text.endswith(added):
+        candidates.append(cut_text)
+        cut_text = cut_text.removesuffix(max((mark for mark in added if cut_text.endswith(mark)), key=len)).rstrip()
     if not candidates:
         return answer + max((mark for mark in added if continuation.startswith(answer + mark)), key=len, default="")
-    return next((text for text in candidates if continuation.startswith(text)), candidates[0])
+    return next((cut_text for cut_text in candidates if continuation.startswith(cut_text)), candidates[0])
 
 
 def _require_rendered(message: Message, answer: str, where: str) -> None:
@@ -294,40 +294,40 @@ def _require_rendered(message: Message, answer: str, where: str) -> None:
     White space, and the tags around a thought, may differ. The longest text is found first, and removed. So the "4" of
     a content is not found in the thought "2 + 2 = 4".
     """
-    calls, haystack = [call["function"]["name"] for call in message.get("tool_calls", ())], "".join(answer.split())
-    texts = {key: _TAG.split(message.get(key) or "") for key in ("content", *THOUGHTS)} | {"tool_calls": calls}
+    call_names, haystack = [call["function"]["name"] for call in message.get("tool_calls", ())], "".join(answer.split())
+    texts = {key: _TAG.split(message.get(key) or "") for key in ("content", *THOUGHTS)} | {"tool_calls": call_names}
     pieces = {"".join(text.split()): (text, key) for key in texts for text in texts[key]}
-    for squeezed, (text, key) in sorted(pieces.items(), key=lambda piece: -len(piece[0])):
-        if squeezed not in haystack:
+    for squeezed_text, (text, key) in sorted(pieces.items(), key=lambda piece: -len(piece[0])):
+        if squeezed_text not in haystack:
             why = f"the template leaves {reprlib.repr(text)} of {key} out"
             raise UnusableTextError(f"{where}: {why}; write it where the template reads it, or take another")
-        haystack = haystack.replace(squeezed, MARK, 1)
+        haystack = haystack.replace(squeezed_text, MARK, 1)
     for tag in _TAG.findall(message["content"]):  # such as a <think> that the content does not close
-        if (close := tag.replace("<", "</")) in answer and close not in message["content"]:
-            raise UnusableTextError(f"{where}: the template writes {close} around another thought than the content's")
+        if (end_tag := tag.replace("<", "</")) in answer and end_tag not in message["content"]:
+            raise UnusableTextError(f"{where}: the template writes {end_tag} around another thought than the content's")
 
 
 def _require_arguments(messages: list[Message], render: Render, where: str) -> None:
     """Raise `UnusableTextError` if the last message is rendered alike without the arguments of its calls."""
     calls = messages[-1].get("tool_calls", ())
-    bare = [{**call, "function": {**call["function"], "arguments": {}}} for call in calls]
-    without = [*messages[:-1], messages[-1] | {"tool_calls": bare}]
+    bare_calls = [{**call, "function": {**call["function"], "arguments": {}}} for call in calls]
+    bare_messages = [*messages[:-1], messages[-1] | {"tool_calls": bare_calls}]
     has_arguments = any(call["function"].get("arguments") for call in calls)
-    if has_arguments and _render_or_empty(render, without) == render(messages):
+    if has_arguments and _render_or_empty(render, bare_messages) == render(messages):
         raise UnusableTextError(f"{where}: it calls tools, whose arguments its chat template leaves out; take another")
 
 
 def _unread_fields(messages: list[Message], render: Render) -> Iterator[str]:
     """The fields, and the texts of the system and of tools, without which the messages are rendered alike."""
 
-    def is_unread(changed: list[Message]) -> bool:
-        return _render_or_empty(render, changed) == render(messages)
+    def is_unread(changed_messages: list[Message]) -> bool:
+        return _render_or_empty(render, changed_messages) == render(messages)
 
     fields = {key for message in messages for key in message.keys() - _EXEMPT_FIELDS.get(message["role"], set())
               if message[key] not in ("", [], {})}  # fmt: skip
-    for field in sorted(fields - _COMMON_FIELDS):
-        if is_unread([{key: message[key] for key in message if key != field} for message in messages]):
-            yield "column 'tools'" if field == TOOLS else f"field {field!r} of a turn"
+    for field_name in sorted(fields - _COMMON_FIELDS):
+        if is_unread([{key: message[key] for key in message if key != field_name} for message in messages]):
+            yield "column 'tools'" if field_name == TOOLS else f"field {field_name!r} of a turn"
     for role in sorted({"system", "tool"} & {message["role"] for message in messages}):
         if is_unread([message | {"content": MARK} if message["role"] == role else message for message in messages]):
             yield f"field 'content' of a {role} turn"
@@ -341,59 +341,59 @@ def encode_all(texts: Sequence[str], encode: Encode, limit: int = PIECE) -> list
 
     A longer text is cut where tokenising the text around the cut in two parts gives the same tokens as in one. Example:
     "…the cat | sat…" if the two halves give the tokens of "…the cat sat…". Then the whole text has the same tokens,
-    provided that a token depends on at most `_AROUND` characters around it, as in every tokenizer that splits words
+    provided that a token depends on at most `_AROUND_LEN` characters around it, as in every tokenizer that splits words
     first. If no cut near the limit is valid (a text without spaces or line ends), the text is cut at the limit, and its
     tokens there may differ.
     """
-    cuts = [(number, start, stop) for number, text in enumerate(texts) for start, stop in spans(text, encode, limit)]
-    parts: list[list[int]] = [[] for _ in texts]
-    for batch in batches(cuts, lambda cut: cut[2] - cut[1], limit):
+    pieces = [(number, start, stop) for number, text in enumerate(texts) for start, stop in spans(text, encode, limit)]
+    ids_of_text: list[list[int]] = [[] for _ in texts]
+    for batch in batches(pieces, lambda piece: piece[2] - piece[1], limit):
         encoded = encode([texts[number][start:stop] for number, start, stop in batch])
         for (number, _, _), ids in zip(batch, encoded, strict=True):
-            parts[number] += ids
-    return parts
+            ids_of_text[number] += ids
+    return ids_of_text
 
 
-def spans(text: str, encode: Encode, limit: int = PIECE) -> list[tuple[int, int]]:
-    """(begin, end) of the pieces of `text`, each of at most `limit` characters; a short text is one piece."""
-    pieces, start = [], 0
-    while len(text) - start > limit:
-        stop, after = _find_cut(text, start, encode, limit)
-        pieces.append((start, stop))
-        start = after
-    return [*pieces, (start, len(text))]
+def spans(text: str, encode: Encode, max_chars: int = PIECE) -> list[tuple[int, int]]:
+    """(begin, end) of the pieces of `text`, each of at most `max_chars` characters; a short text is one piece."""
+    piece_spans, start = [], 0
+    while len(text) - start > max_chars:
+        stop, next_start = _find_cut(text, start, encode, max_chars)
+        piece_spans.append((start, stop))
+        start = next_start
+    return [*piece_spans, (start, len(text))]
 
 
-def _find_cut(text: str, start: int, encode: Encode, most: int) -> tuple[int, int]:
+def _find_cut(text: str, start: int, encode: Encode, max_chars: int) -> tuple[int, int]:
     """(end of the piece that begins at `start`, begin of the next piece): a cut in the last quarter of the limit."""
-    limit = start + most
-    earliest_cut = limit - most // 4
-    for pattern, end, begin in _CUTS:
-        cuts = [earliest_cut + match.start() for match in pattern.finditer(text[earliest_cut:limit])]
+    latest_cut = start + max_chars
+    earliest_cut = latest_cut - max_chars // 4
+    for pattern, end_offset, begin_offset in _CUTS:
+        cuts = [earliest_cut + match.start() for match in pattern.finditer(text[earliest_cut:latest_cut])]
         for cut in reversed(cuts[-_MOST_CUTS:]):
-            if _keeps_tokens(text, start, cut + end, cut + begin, encode):
-                return cut + end, cut + begin
-    return limit, limit
+            if _keeps_tokens(text, start, cut + end_offset, cut + begin_offset, encode):
+                return cut + end_offset, cut + begin_offset
+    return latest_cut, latest_cut
 
 
 def _keeps_tokens(text: str, start: int, stop: int, after: int, encode: Encode) -> bool:
     """Whether text[start:stop] and the text from `after` have, near the cut, the tokens that they have together."""
-    begin, end = max(start, stop - _AROUND), after + _AROUND
-    ids, head, tail = encode([text[begin:end], text[begin:stop], text[after:end]])
-    return [*ids] == [*head, *tail]
+    begin, end = max(start, stop - _AROUND_LEN), after + _AROUND_LEN
+    ids, head_ids, tail_ids = encode([text[begin:end], text[begin:stop], text[after:end]])
+    return [*ids] == [*head_ids, *tail_ids]
 
 
 def batches(
     items: Iterable[Item], size_of: Callable[[Item], int], max_size: int, max_items: int | None = None
 ) -> Iterator[list[Item]]:
     """Lists of up to `max_items` items in order, of total size up to `max_size`; a larger item is a list by itself."""
-    batch, size = list[Item](), 0
+    batch, total_size = list[Item](), 0
     for item in items:
         item_size = size_of(item)
-        if batch and (size + item_size > max_size or len(batch) == max_items):
+        if batch and (total_size + item_size > max_size or len(batch) == max_items):
             yield batch
-            batch, size = [], 0
+            batch, total_size = [], 0
         batch.append(item)
-        size += item_size
+        total_size += item_size
     if batch:
         yield batch

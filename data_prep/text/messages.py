@@ -64,31 +64,31 @@ def to_messages(raw: Raw, turns: Sequence[Raw]) -> list[Message]:
     if not any(message["content"].strip() for message in messages):
         raise SkipRecordError("empty", "no turn has a text")
     has_system = messages[0]["role"] == "system"
-    talk = messages[has_system:]
-    if talk and talk[0]["role"] == "assistant":  # the file begins in the middle of a conversation
-        talk = talk[1:]
-    _require_order(talk, len(messages) - len(talk) + 1)
-    system = system_of(raw)
-    if system and has_system and messages[0]["content"].strip() not in ("", system.strip()):
-        raise malformed_record("system column", system, "the text of the system turn, or only one of them")
-    head = [{"role": "system", "content": system}] if system else messages[:has_system]
-    if talk and (tools := require_list(raw.get("tools"), "tools")):
-        [*head, *talk][0][TOOLS] = tools
-    return [*head, *talk]
+    dialogue = messages[has_system:]
+    if dialogue and dialogue[0]["role"] == "assistant":  # the file begins in the middle of a conversation
+        dialogue = dialogue[1:]
+    _require_order(dialogue, len(messages) - len(dialogue) + 1)
+    system_text = system_of(raw)
+    if system_text and has_system and messages[0]["content"].strip() not in ("", system_text.strip()):
+        raise malformed_record("system column", system_text, "the text of the system turn, or only one of them")
+    system_messages = [{"role": "system", "content": system_text}] if system_text else messages[:has_system]
+    if dialogue and (tools := require_list(raw.get("tools"), "tools")):
+        [*system_messages, *dialogue][0][TOOLS] = tools
+    return [*system_messages, *dialogue]
 
 
 def system_of(raw: Raw) -> str:
     """The text in the system column of a record; "" if there is none."""
-    texts = [raw[name] for name in SYSTEM if raw.get(name)]
-    if not all(isinstance(text, str) and text == texts[0] for text in texts):
-        raise malformed_record(" and ".join(name for name in SYSTEM if raw.get(name)), texts, "one text")
-    return replace_surrogates(str(texts[0])) if texts and str(texts[0]).strip() else ""
+    system_texts = [raw[column] for column in SYSTEM if raw.get(column)]
+    if not all(isinstance(text, str) and text == system_texts[0] for text in system_texts):
+        raise malformed_record(" and ".join(column for column in SYSTEM if raw.get(column)), system_texts, "one text")
+    return replace_surrogates(str(system_texts[0])) if system_texts and str(system_texts[0]).strip() else ""
 
 
 def system_and_questions(messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:
     """The system's message, if there is one, and the user's."""
-    system, user = ([message for message in messages if message["role"] == role] for role in ("system", "user"))
-    return system, user
+    system, questions = ([message for message in messages if message["role"] == role] for role in ("system", "user"))
+    return system, questions
 
 
 def uses_tools(messages: Sequence[Message]) -> bool:
@@ -101,23 +101,23 @@ def turns_of(texts: Sequence[object]) -> list[Raw]:
     return [{"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(texts)]
 
 
-def role_turns(turns: Sequence[object], role: str, content: str) -> list[Raw]:
+def role_turns(turns: Sequence[object], role_key: str, content_key: str) -> list[Raw]:
     """Turns that have their role and content under these names."""
-    texts = list[Raw]()
+    renamed_turns = list[Raw]()
     for number, turn in enumerate(turns, 1):
         if not isinstance(turn, dict):
             raise SkipRecordError("malformed", "a turn is no mapping")
-        if str(turn.get(role)) not in _ROLES:
-            raise malformed_record(f"turn {number}: {role}", turn.get(role), ", ".join(_ROLES))
-        fields = {key: value for key, value in turn.items() if key not in (role, content)}
-        texts.append({**fields, "role": _ROLES[str(turn[role])], "content": turn.get(content)})
-    return texts
+        if str(turn.get(role_key)) not in _ROLES:
+            raise malformed_record(f"turn {number}: {role_key}", turn.get(role_key), ", ".join(_ROLES))
+        extra_fields = {key: value for key, value in turn.items() if key not in (role_key, content_key)}
+        renamed_turns.append({**extra_fields, "role": _ROLES[str(turn[role_key])], "content": turn.get(content_key)})
+    return renamed_turns
 
 
-def _require_order(talk: Sequence[Message], first: int) -> None:
+def _require_order(dialogue: Sequence[Message], first_number: int) -> None:
     """Raise `SkipRecordError` unless each message may follow the one before; first: the number of the first turn."""
     before = "assistant"
-    for number, message in enumerate(talk, first):
+    for number, message in enumerate(dialogue, first_number):
         role = message["role"]
         if role not in _FOLLOWS[before]:
             raise SkipRecordError("malformed", f"turn {number} is of {role}: expected {' or '.join(_FOLLOWS[before])}")
@@ -149,8 +149,8 @@ def _to_message(turn: Raw, number: int) -> Message:
 
 def _join_content(content: object, number: int) -> str:
     """A content as one text; it may be a list of parts {"type": "text", "text": …}."""
-    parts, texts = unpack_list(content, "content") if isinstance(content, dict) else content, list[str]()
-    for part in parts if isinstance(parts, list) else [content or ""]:
+    content_parts, texts = unpack_list(content, "content") if isinstance(content, dict) else content, list[str]()
+    for part in content_parts if isinstance(content_parts, list) else [content or ""]:
         kind = str(part.get("type") or "text") if isinstance(part, dict) else type(part).__name__
         text = part.get("text") if isinstance(part, dict) and kind in ("text", "input_text", "output_text") else part
         if not isinstance(text, str):
@@ -186,12 +186,12 @@ def require_list(value: object, column: str) -> list[object]:
     if not value or is_empty(value):
         return []
     try:
-        content = parse_json(value) if isinstance(value, str) else unpack_list(value, column)
+        unpacked = parse_json(value) if isinstance(value, str) else unpack_list(value, column)
     except UserError:
-        content = None
-    if not isinstance(content, list):
+        unpacked = None
+    if not isinstance(unpacked, list):
         raise malformed_record(f"column {column!r}", value, "a list")
-    return content
+    return unpacked
 
 
 def replace_surrogates(text: str) -> str:

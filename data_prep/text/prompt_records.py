@@ -11,7 +11,7 @@ from outrider.data_prep.text.records import Counts, FileLayout, Record, require_
 
 _IDS = ("question_id", "task_id", "prompt_id", "id")  # columns, the first that is there counts
 _LANGUAGES = {"cs": "Czech", "de": "German", "fr": "French", "hi": "Hindi", "ru": "Russian"}  # WMT 2014's
-_ASKED = {  # column → category, and how the user's turn begins
+_REQUESTS = {  # column → category, and how the user's turn begins
     "question": ("question", ""),
     "instruction": ("instruction", ""),
     "document": ("summary", "Summarize this article in one sentence.\n\n"),
@@ -48,9 +48,9 @@ class Prompt:
 
 def as_record(prompt: Prompt) -> dict[str, object]:
     """A record that `to_prompt` reads as `prompt`."""
-    turns: dict[str, object] = {"turns": prompt.turns} if prompt.chat else {"prompt": prompt.turns[0]}
-    turns |= {"system": prompt.system} if prompt.system else {}
-    return {"id": prompt.id, "category": prompt.category, **turns}
+    turn_fields: dict[str, object] = {"turns": prompt.turns} if prompt.chat else {"prompt": prompt.turns[0]}
+    turn_fields |= {"system": prompt.system} if prompt.system else {}
+    return {"id": prompt.id, "category": prompt.category, **turn_fields}
 
 
 def to_prompt(raw: object, where: str, number: int, counts: Counts | None = None) -> Prompt:
@@ -67,33 +67,33 @@ def to_prompt(raw: object, where: str, number: int, counts: Counts | None = None
     if not isinstance(raw, dict):
         raise UserError(f"{where}: expected a record or a text, found {type(raw).__name__}")
     raw, counts = {key: raw[key] for key in raw if raw[key] is not None}, Counts() if counts is None else counts
-    identity = require_encodable(str(next((raw[key] for key in _IDS if key in raw), number)), where)
+    prompt_id = require_encodable(str(next((raw[key] for key in _IDS if key in raw), number)), where)
     category = require_encodable(str(raw.get("category") or ""), where)
     column, column_kind, turns = _column_of(raw, where)
     if column_kind in ("code", "text"):
         counts.note(unread_columns(raw, {column, *_ANSWERS}, ()), where)
-        if beside := [name for name in (*messages.SYSTEM, "history", "tools") if not messages.is_empty(raw.get(name))]:
-            why = f"{beside[0]!r} stands beside a text to continue; call the column 'question' if it is one"
+        if extras := [name for name in (*messages.SYSTEM, "history", "tools") if not messages.is_empty(raw.get(name))]:
+            why = f"{extras[0]!r} stands beside a text to continue; call the column 'question' if it is one"
             raise SkipRecordError("malformed", why)
-        return Prompt(identity, category or column_kind, turns, False)
+        return Prompt(prompt_id, category or column_kind, turns, False)
     if turns:
-        talk = messages.to_messages(raw, messages.turns_of(turns[:1]))  # adds system and history; turns[1:] come later
+        chat = messages.to_messages(raw, messages.turns_of(turns[:1]))  # adds system and history; turns[1:] come later
         read_columns = {column, *(("input", "context") if column == "instruction" else ()), "history", "tools"}
         counts.note(unread_columns(raw, {*read_columns, *_ANSWERS, *messages.SYSTEM}, turns), where)
     else:
         record = records.to_record(raw, FileLayout(column_kind, column), where, counts)
         assert "messages" in record
-        talk = record["messages"]
-    if messages.uses_tools(talk):
+        chat = record["messages"]
+    if messages.uses_tools(chat):
         raise SkipRecordError("malformed", "it has tools, whose results the target does not write")
-    system, questions = messages.system_and_questions(talk)
+    system_turns, questions = messages.system_and_questions(chat)
     if not questions:
         raise SkipRecordError("empty", "it has no question")
-    fields = {key for message in [*system, *questions] for key in message} - {"role", "content", *messages.ABOUT}
+    fields = {key for message in [*system_turns, *questions] for key in message} - {"role", "content", *messages.ABOUT}
     counts.note([f"field {key!r} of a turn" for key in sorted(fields)], where)
     texts = [message["content"] for message in questions]
-    system_text = "".join(message["content"] for message in system)
-    return Prompt(identity, category or (column_kind if turns else "chat"), (*texts, *turns[1:]), True, system_text)
+    system_text = "".join(message["content"] for message in system_turns)
+    return Prompt(prompt_id, category or (column_kind if turns else "chat"), (*texts, *turns[1:]), True, system_text)
 
 
 def _column_of(raw: Raw, where: str) -> tuple[str, str, tuple[str, ...]]:
@@ -103,15 +103,15 @@ def _column_of(raw: Raw, where: str) -> tuple[str, str, tuple[str, ...]]:
     turns = raw["turns"] if "turns" in raw else raw.get("prompt")
     if "turns" in raw or isinstance(turns, list):
         return "turns" if "turns" in raw else "prompt", "question", _require_turns(turns, where)
-    for column, (kind, instruction) in _ASKED.items():
+    for column, (kind, turn_prefix) in _REQUESTS.items():
         if column in raw:
-            return column, kind, (instruction + _request_text(raw, column, where),)
+            return column, kind, (turn_prefix + _request_text(raw, column, where),)
     for column in ("prompt", "text"):
         if column in raw:
             kind = "code" if column == "prompt" and "task_id" in raw else "text"
             return column, kind, (prompt_text(raw[column], where),)
     raise UserError(
-        f"{where}: expected one of the columns turns, {', '.join(_ASKED)}, messages, conversations, prompt, text; "
+        f"{where}: expected one of the columns turns, {', '.join(_REQUESTS)}, messages, conversations, prompt, text; "
         f"columns present: {', '.join(map(str, raw)) or '(none)'}"
     )
 
@@ -130,10 +130,10 @@ def _request_text(raw: Raw, column: str, where: str) -> str:
     if column != "translation":
         text = prompt_text(value, where)
         return prompt_text(records.alpaca_instruction(raw), where) if column == "instruction" else text
-    code = next((code for code in value if code in _LANGUAGES), "") if isinstance(value, dict) else ""
-    if not isinstance(value, dict) or value.keys() != {"en", code}:
+    lang = next((lang for lang in value if lang in _LANGUAGES), "") if isinstance(value, dict) else ""
+    if not isinstance(value, dict) or value.keys() != {"en", lang}:
         raise UserError(f"{where}: translation={reprlib.repr(value)}: expected en and one of {', '.join(_LANGUAGES)}")
-    return f"{_LANGUAGES[code]}.\nInput: {prompt_text(value['en'], where)}\nOutput: "
+    return f"{_LANGUAGES[lang]}.\nInput: {prompt_text(value['en'], where)}\nOutput: "
 
 
 def prompt_text(value: object, where: str) -> str:
@@ -147,15 +147,15 @@ def is_prompt_record(raw: object) -> bool:
     """Whether a record's columns are those of a prompt, not of a conversation or a training text."""
     if not isinstance(raw, dict) or records.is_conversation(raw):
         return False
-    return bool({"turns", *_ASKED} & raw.keys()) or ("prompt" in raw and "text" not in raw)
+    return bool({"turns", *_REQUESTS} & raw.keys()) or ("prompt" in raw and "text" not in raw)
 
 
-def prompt_as_record(prompt: Prompt, identity: str) -> Record:
+def prompt_as_record(prompt: Prompt, record_id: str) -> Record:
     """A prompt in the normal form of records: consecutive user turns, or a text marked `asked`."""
     if prompt.chat:
         questions: list[Message] = [{"role": "user", "content": turn} for turn in prompt.turns]
-        return {"id": identity, "messages": [*prompt.messages(()), *questions]}
-    return {"id": identity, "text": prompt.turns[0], "asked": True}
+        return {"id": record_id, "messages": [*prompt.messages(()), *questions]}
+    return {"id": record_id, "text": prompt.turns[0], "asked": True}
 
 
 def asks_answer(record: Record) -> bool:

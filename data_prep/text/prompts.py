@@ -47,27 +47,27 @@ def read_prompts(
     require(limit is None or limit >= 1, "limit", limit, "at least 1, or null")
     if isinstance(prompts, str) and prompts == "python_stdlib":
         require(prompt_chars >= 1, "prompt_chars", prompt_chars, "at least 1")
-        selection = _from_library(prompt_chars, heldout_fraction, limit)
+        prompt_list = _from_library(prompt_chars, heldout_fraction, limit)
     elif isinstance(prompts, str):
         path = prompt_file(prompts)
-        selection = list(_read_prompt_file(path, prompts if prompts in BENCHMARKS else str(path)))
+        prompt_list = list(_read_prompt_file(path, prompts if prompts in BENCHMARKS else str(path)))
     else:
-        selection = [
+        prompt_list = [
             Prompt(f"inline:{i}", "inline", (prompt_text(t, f"inline:{i}"),), False) for i, t in enumerate(prompts, 1)
         ]
-    if not selection:
+    if not prompt_list:
         raise UserError(f"prompts={prompts}: no prompt in it")
-    if limit is not None and len(selection) < limit and isinstance(prompts, str):
-        print(f"num_prompts={limit}: {prompts} has {len(selection)} prompts, and all of them are taken", flush=True)
-    selection = _with_unique_ids(selection)
-    return selection if limit is None else _balance_categories(selection, limit)
+    if limit is not None and len(prompt_list) < limit and isinstance(prompts, str):
+        print(f"num_prompts={limit}: {prompts} has {len(prompt_list)} prompts, and all of them are taken", flush=True)
+    prompt_list = _with_unique_ids(prompt_list)
+    return prompt_list if limit is None else _balance_categories(prompt_list, limit)
 
 
-def _read_prompt_file(path: Path, file: str) -> Iterator[Prompt]:
+def _read_prompt_file(path: Path, label: str) -> Iterator[Prompt]:
     """The prompts of a file; warns of those that cannot be asked, of what is not read, and of texts to continue."""
     counts, number = Counts(), 0
     for number, raw in read_file(path):
-        where = f"{file}:{number}" if number else file
+        where = f"{label}:{number}" if number else label
         try:
             prompt = to_prompt(raw, where, number, counts)
         except SkipRecordError as error:
@@ -76,9 +76,9 @@ def _read_prompt_file(path: Path, file: str) -> Iterator[Prompt]:
         counts["texts"] += not prompt.chat
         yield prompt
     warn_of_unused(counts, counts.first)
-    if counts["texts"] and file not in BENCHMARKS:
+    if counts["texts"] and label not in BENCHMARKS:
         remedy = "the columns 'turns' and 'question' ask" if number else "a text file is one prompt"
-        print(f"prompts={file}: {counts['texts']} texts to continue as they stand; {remedy}", flush=True)
+        print(f"prompts={label}: {counts['texts']} texts to continue as they stand; {remedy}", flush=True)
 
 
 def split_prompts(
@@ -91,21 +91,21 @@ def split_prompts(
     is not that of `is_heldout`, by which a training holds out a part of the answers to the rest. Raises `UserError`
     naming `where` for too few.
     """
-    groups: dict[str, list[Prompt]] = {}
+    by_turn: dict[str, list[Prompt]] = {}
     for prompt in {(prompt.system, prompt.turns): prompt for prompt in prompts}.values():
-        groups.setdefault(turn_key(prompt.turns[0]), []).append(prompt)
-    if len(groups) < _FEWEST:
+        by_turn.setdefault(turn_key(prompt.turns[0]), []).append(prompt)
+    if len(by_turn) < _FEWEST:
         remedy = 'one {"turns": ["…"]} a line of a .jsonl file; any other text file is one prompt'
         raise UserError(
-            f"{where}: {len(groups)} prompts with different first turns; expected at least {_FEWEST}: {remedy}"
+            f"{where}: {len(by_turn)} prompts with different first turns; expected at least {_FEWEST}: {remedy}"
         )
-    count = max(min(round(heldout_fraction * len(groups)), len(groups) - 1), min(_HELDOUT, len(groups) // 2))
-    heldout_numbers = {*range(count)} if by_hash else {number * len(groups) // count for number in range(count)}
+    count = max(min(round(heldout_fraction * len(by_turn)), len(by_turn) - 1), min(_HELDOUT, len(by_turn) // 2))
+    heldout_numbers = {*range(count)} if by_hash else {number * len(by_turn) // count for number in range(count)}
     splits: dict[Split, list[Prompt]] = {"train": [], "heldout": []}
     # The first 8 bytes of the hash decide in `is_heldout`.
-    ordered = sorted(groups, key=lambda key: hashlib.sha256(key.encode()).digest()[8:]) if by_hash else groups
-    for number, key in enumerate(ordered):
-        splits["heldout" if number in heldout_numbers else "train"] += groups[key][: 1 if by_hash else None]
+    ordered_keys = sorted(by_turn, key=lambda key: hashlib.sha256(key.encode()).digest()[8:]) if by_hash else by_turn
+    for number, key in enumerate(ordered_keys):
+        splits["heldout" if number in heldout_numbers else "train"] += by_turn[key][: 1 if by_hash else None]
     return splits
 
 
@@ -114,28 +114,28 @@ def _with_unique_ids(prompts: list[Prompt]) -> list[Prompt]:
 
     Results, random streams and statistics are keyed by these ids, so a new id never equals one given in the file.
     """
-    file_ids, used_ids, last = {prompt.id for prompt in prompts}, set[str](), Counter[str]()
+    file_ids, used_ids, last_suffix = {prompt.id for prompt in prompts}, set[str](), Counter[str]()
     unique_prompts = []
     for prompt in prompts:
         copy = prompt
-        while not used_ids.isdisjoint(names := {copy.id, *copy.turn_ids}) or (copy is not prompt and names & file_ids):
-            last[prompt.id] = max(2, last[prompt.id] + 1)
-            copy = replace(prompt, id=f"{prompt.id}#{last[prompt.id]}")
-        used_ids |= names
+        while not used_ids.isdisjoint(ids := {copy.id, *copy.turn_ids}) or (copy is not prompt and ids & file_ids):
+            last_suffix[prompt.id] = max(2, last_suffix[prompt.id] + 1)
+            copy = replace(prompt, id=f"{prompt.id}#{last_suffix[prompt.id]}")
+        used_ids |= ids
         unique_prompts.append(copy)
     return unique_prompts
 
 
 def _from_library(prompt_chars: int, heldout_fraction: float, limit: int | None) -> list[Prompt]:
     config = DataConfig(heldout_fraction=heldout_fraction)
-    texts = {r["id"]: r["text"] for r in read_records(config, "heldout") if "text" in r}
-    files = {name: list(_windows(text, prompt_chars)) for name, text in texts.items()}
-    files = {name: windows for name, windows in files.items() if windows}
+    texts = {record["id"]: record["text"] for record in read_records(config, "heldout") if "text" in record}
+    windows_by_file = {name: list(_windows(text, prompt_chars)) for name, text in texts.items()}
+    windows_by_file = {name: windows for name, windows in windows_by_file.items() if windows}
     prompts: list[Prompt] = []
-    for depth in range(max(map(len, files.values()), default=0) if limit is not None else 1):
-        level = [(name, *windows[depth]) for name, windows in files.items() if depth < len(windows)]
-        level = level if limit is None else spread_evenly(level, limit - len(prompts))
-        prompts += [Prompt(f"{name}:{line}", "python_stdlib", (text,), False) for name, line, text in level]
+    for index in range(max(map(len, windows_by_file.values()), default=0) if limit is not None else 1):
+        candidates = [(name, *windows[index]) for name, windows in windows_by_file.items() if index < len(windows)]
+        candidates = candidates if limit is None else spread_evenly(candidates, limit - len(prompts))
+        prompts += [Prompt(f"{name}:{line}", "python_stdlib", (text,), False) for name, line, text in candidates]
     return prompts
 
 
@@ -153,14 +153,14 @@ def _windows(text: str, prompt_chars: int) -> Iterator[tuple[int, str]]:
 
 def _balance_categories(prompts: list[Prompt], limit: int) -> list[Prompt]:
     """At most `limit` prompts: categories as equal as their sizes allow, evenly spread within each."""
-    groups: dict[str, list[int]] = {}
+    by_category: dict[str, list[int]] = {}
     for i, prompt in enumerate(prompts):
-        groups.setdefault(prompt.category, []).append(i)
-    shares = dict.fromkeys(groups, 0)
+        by_category.setdefault(prompt.category, []).append(i)
+    quotas = dict.fromkeys(by_category, 0)
     for _ in range(min(limit, len(prompts))):
-        name = min((n for n in groups if shares[n] < len(groups[n])), key=lambda n: shares[n])
-        shares[name] += 1
-    return [prompts[i] for i in sorted(i for n, group in groups.items() for i in spread_evenly(group, shares[n]))]
+        category = min((n for n in by_category if quotas[n] < len(by_category[n])), key=lambda n: quotas[n])
+        quotas[category] += 1
+    return [prompts[i] for i in sorted(i for n, group in by_category.items() for i in spread_evenly(group, quotas[n]))]
 
 
 def spread_evenly(items: list[Element], count: int) -> list[Element]:

@@ -57,19 +57,19 @@ class TokenisedText:
     answers: list[tuple[int, int]]
 
     def __post_init__(self) -> None:
-        inside = all(0 < begin < end <= len(self.ids) for begin, end in self.answers)
-        require(inside and min(self.ids) >= 0, "answers", self.answers, f"places in {len(self.ids)} token ids")
+        spans_fit = all(0 < begin < end <= len(self.ids) for begin, end in self.answers)
+        require(spans_fit and min(self.ids) >= 0, "answers", self.answers, f"places in {len(self.ids)} token ids")
 
 
 def append_answer(
-    documents: Sequence[TokenisedText], prompt: list[int], ids: Sequence[int], learned: bool = True
+    documents: Sequence[TokenisedText], prompt_ids: list[int], ids: Sequence[int], learned: bool = True
 ) -> list[TokenisedText]:
     """`documents` with the answer `ids` to a prompt: added to the last document if the prompt begins with it, else in a
     new one. learned: false for an answer that is not counted among the answers of its document."""
-    text, answers = [*prompt, *ids], [(len(prompt), len(prompt) + len(ids))] * learned
-    if documents and text[: len(documents[-1].ids)] == documents[-1].ids:
-        return [*documents[:-1], TokenisedText(text, [*documents[-1].answers, *answers])]
-    return [*documents, TokenisedText(text, answers)]
+    text_ids, answer_spans = [*prompt_ids, *ids], [(len(prompt_ids), len(prompt_ids) + len(ids))] * learned
+    if documents and text_ids[: len(documents[-1].ids)] == documents[-1].ids:
+        return [*documents[:-1], TokenisedText(text_ids, [*documents[-1].answers, *answer_spans])]
+    return [*documents, TokenisedText(text_ids, answer_spans)]
 
 
 @dataclass(frozen=True)
@@ -122,33 +122,33 @@ class Counts(Counter[str]):
 
     first = ""
 
-    def note(self, names: Iterable[str], where: str) -> None:
+    def note(self, unread_names: Iterable[str], where: str) -> None:
         """Count what is not read in a record, under its name and the first record: "not read: column 'x', file:3"."""
-        for name in names:
-            begin = f"{_UNREAD}{name}, "
-            self[next((key for key in self if key.startswith(begin)), begin + where)] += 1
+        for name in unread_names:
+            key_prefix = f"{_UNREAD}{name}, "
+            self[next((key for key in self if key.startswith(key_prefix)), key_prefix + where)] += 1
 
-    def refuse(self, kind: str, why: str) -> None:
+    def refuse(self, outcome: str, why: str) -> None:
         """Count an unusable record; `why` begins with its place."""
-        self[kind] += 1
+        self[outcome] += 1
         self.first = self.first or why
 
     @contextmanager
-    def count_refused(self, among: str = "records") -> Iterator[None]:
-        """Count an `UnusableTextError` as "refused" instead of raising it; the count `among` loses its record."""
+    def count_refused(self, count_key: str = "records") -> Iterator[None]:
+        """Count an `UnusableTextError` as "refused" instead of raising it; the count `count_key` loses its record."""
         try:
             yield
         except UnusableTextError as error:
-            self[among] -= 1
+            self[count_key] -= 1
             self.refuse("refused", str(error))
 
 
-def warn_of_unused(counts: Mapping[str, int], first: str) -> None:
-    """Warn of unusable records, if `first` names one, and of what is not read."""
-    if first:
+def warn_of_unused(counts: Mapping[str, int], first_fault: str) -> None:
+    """Warn of unusable records, if `first_fault` names one, and of what is not read."""
+    if first_fault:
         kinds = ("empty", "malformed", "unreadable", "unsupervised", "refused", "skipped")
         outcomes = " ".join(f"{kind}={counts[kind]}" for kind in kinds if counts.get(kind))
-        warn(f"data: left out {outcomes}; one of them: {first}")
+        warn(f"data: left out {outcomes}; one of them: {first_fault}")
     for key in counts:
         if key.startswith(_UNREAD):
             warn_once(f"data: {key} and {counts[key] - 1} other records; what is read: docs/data.md")
@@ -164,27 +164,27 @@ def find_layout(record: object, layout: str, column: str | None, where: str) -> 
     raw = _require_mapping(record, where)
     if column is not None:
         _require_column(raw, column, where)
-    elif "instruction" in raw and (answer := _first_column(raw, _ANSWER_COLUMNS)):
-        return FileLayout("alpaca", answer)
-    elif turns := layout_of_turns(raw):
-        return turns
+    elif "instruction" in raw and (answer_column := _first_column(raw, _ANSWER_COLUMNS)):
+        return FileLayout("alpaca", answer_column)
+    elif turns_layout := layout_of_turns(raw):
+        return turns_layout
     column = column or _first_column(raw, tuple(_TEXT_COLUMNS))
-    name = column and _layout_of_value(_value_of(raw, column), column)
-    empty = column or _first_column(raw, _CHAT_COLUMNS)
-    if empty and (raw.get(empty) in (None, "") if empty in _TEXT_COLUMNS else is_empty(raw.get(empty))):
-        raise SkipRecordError("empty", f"column {empty!r} is empty")
-    if not column or not name:
+    layout_name = column and _layout_of_value(_value_of(raw, column), column)
+    candidate = column or _first_column(raw, _CHAT_COLUMNS)
+    if candidate and (raw.get(candidate) in (None, "") if candidate in _TEXT_COLUMNS else is_empty(raw.get(candidate))):
+        raise SkipRecordError("empty", f"column {candidate!r} is empty")
+    if not column or not layout_name:
         remedy = "name it with layout= and column="
         raise UserError(f"{where}: cannot tell the layout from columns {_columns(raw)}; {remedy}")
-    return FileLayout(name, column)
+    return FileLayout(layout_name, column)
 
 
 def layout_of_turns(raw: Raw, more: Sequence[str] = ()) -> FileLayout | None:
     """The layout of the first column that holds turns; of `more` columns only with roles, as texts are questions."""
     for column in (*_CHAT_COLUMNS, *(name for name in more if isinstance(raw.get(name), list))):
-        layout = _layout_of_value(_value_of(raw, column), column) if column in raw else None
-        if layout in ("sharegpt", "messages") or (layout == "turns" and column not in more):
-            return FileLayout(layout, column)
+        layout_name = _layout_of_value(_value_of(raw, column), column) if column in raw else None
+        if layout_name in ("sharegpt", "messages") or (layout_name == "turns" and column not in more):
+            return FileLayout(layout_name, column)
     return None
 
 
@@ -195,8 +195,8 @@ def is_conversation(raw: Raw) -> bool:
     )
 
 
-def to_record(record: object, layout: FileLayout, identity: str, counts: Counts | None = None) -> Record:
-    """Convert a raw record to normal form. `identity` (file:line) becomes its id and is named in errors. `counts`
+def to_record(record: object, layout: FileLayout, record_id: str, counts: Counts | None = None) -> Record:
+    """Convert a raw record to normal form. `record_id` (file:line) becomes its id and is named in errors. `counts`
     notes what is not read.
 
     A raw record of generate-responses is `truncated` with "finish": "length", and keeps what is `Written`. Texts become
@@ -205,29 +205,29 @@ def to_record(record: object, layout: FileLayout, identity: str, counts: Counts 
     Raises `UserError` if the column is missing or of another kind. Raises `SkipRecordError` if it or one of its turns
     is blank, or if user and assistant do not alternate; tool calls and their results may stand between.
     """
-    raw = _require_mapping(record, identity)
-    _require_column(raw, layout.column, identity)
+    raw = _require_mapping(record, record_id)
+    _require_column(raw, layout.column, record_id)
     if layout.name in ("text", "code"):
-        text = text_record(_require_type(raw[layout.column], str, layout, identity), identity)
-        beside = unread_columns({name: raw[name] for name in raw if name in _OF_OTHERS}, {layout.column}, ())
-        return _complete_record(raw, text, counts, beside)
-    turns = _read_turns(raw, layout, identity)
+        plain_record = text_record(_require_type(raw[layout.column], str, layout, record_id), record_id)
+        unread_names = unread_columns({name: raw[name] for name in raw if name in _OF_OTHERS}, {layout.column}, ())
+        return _complete_record(raw, plain_record, counts, unread_names)
+    turns = _read_turns(raw, layout, record_id)
     messages = to_messages(raw, turns)
-    columns = {layout.column, *_OF_TURNS, *(_ALPACA if layout.name == "alpaca" else ())}
-    beside = unread_columns(raw, columns, [message["content"] for message in messages])
+    read_columns = {layout.column, *_OF_TURNS, *(_ALPACA if layout.name == "alpaca" else ())}
+    unread_names = unread_columns(raw, read_columns, [message["content"] for message in messages])
     if "assistant" in [turn["role"] for turn in turns if turn["role"] != "system"][:1] and not raw.get("history"):
-        beside.append("an answer before the first question")
-    return _complete_record(raw, {"id": identity, "messages": messages}, counts, beside)
+        unread_names.append("an answer before the first question")
+    return _complete_record(raw, {"id": record_id, "messages": messages}, counts, unread_names)
 
 
-def _read_turns(raw: Raw, layout: FileLayout, identity: str) -> list[Raw]:
+def _read_turns(raw: Raw, layout: FileLayout, record_id: str) -> list[Raw]:
     """The turns of a conversation, each with its role and content."""
     if layout.name == "alpaca":
-        _require_column(raw, "instruction", identity)
+        _require_column(raw, "instruction", record_id)
         return turns_of([alpaca_instruction(raw), raw[layout.column]])
-    values: list[object] = _require_type(_value_of(raw, layout.column), list, layout, identity)
-    names = ("from", "value") if layout.name == "sharegpt" else ("role", "content")
-    return turns_of(values) if layout.name == "turns" else role_turns(values, *names)
+    turn_values: list[object] = _require_type(_value_of(raw, layout.column), list, layout, record_id)
+    turn_keys = ("from", "value") if layout.name == "sharegpt" else ("role", "content")
+    return turns_of(turn_values) if layout.name == "turns" else role_turns(turn_values, *turn_keys)
 
 
 def unread_columns(raw: Raw, columns: Collection[str], texts: Sequence[str]) -> list[str]:
@@ -235,19 +235,19 @@ def unread_columns(raw: Raw, columns: Collection[str], texts: Sequence[str]) -> 
 
     A copy of one of the record's `texts` is left out, and so is Alpaca's column `text`, which has all of them.
     """
-    pieces = [piece for text in texts for piece in text.split("\n\n")]
+    paragraphs = [paragraph for text in texts for paragraph in text.split("\n\n")]
     copies: list[object] = [*texts]
-    if pieces and all(piece in str(raw.get("text")) for piece in pieces):
+    if paragraphs and all(paragraph in str(raw.get("text")) for paragraph in paragraphs):
         copies.append(raw.get("text"))
     unread = [name for name in raw if name not in columns and name not in ABOUT and not is_empty(raw[name])]
     return [f"column {str(name)!r}" for name in unread if raw[name] not in copies]
 
 
-def text_record(text: str, identity: str) -> TextRecord:
+def text_record(text: str, record_id: str) -> TextRecord:
     """A plain-text record, `replace_surrogates`; raises `SkipRecordError` if it is blank."""
     if not text.strip():
         raise SkipRecordError("empty", "its text is blank")
-    return {"id": identity, "text": replace_surrogates(text)}
+    return {"id": record_id, "text": replace_surrogates(text)}
 
 
 def require_encodable(text: str, where: str) -> str:
@@ -267,9 +267,9 @@ def text_digest(record: Mapping[str, object]) -> str:
     return digest_of(texts or record["text"])[:16]
 
 
-def warn_of_text(identity: str, why: str) -> None:
+def warn_of_text(record_id: str, why: str) -> None:
     """Warn, once per file and reason, that the text of answers is tokenised although their tokens are stored."""
-    warn_once(f"{identity.rpartition(':')[0]}: the answers' text is tokenised anew, as {why}")
+    warn_once(f"{record_id.rpartition(':')[0]}: the answers' text is tokenised anew, as {why}")
 
 
 def alpaca_instruction(raw: Raw) -> str:
@@ -299,18 +299,18 @@ def learned_answers(messages: Sequence[Message]) -> list[Message]:
     return [message for message in messages if message["role"] == "assistant" and UNLEARNED not in message]
 
 
-def _complete_record(raw: Raw, record: Record, counts: Counts | None, beside: list[str]) -> Record:
-    """`record` with `truncated` and `written`, if the raw record has them; `counts` notes the columns `beside` it."""
+def _complete_record(raw: Raw, record: Record, counts: Counts | None, unread: list[str]) -> Record:
+    """`record` with `truncated` and `written`, if the raw record has them; `counts` notes the columns `unread` it."""
     if counts is not None:
-        counts.note(beside, record["id"])
-    ends = [raw, *(record["messages"][-2:] if "messages" in record else ())]  # a question may follow the last answer
-    if any("length" in (end.get("finish"), end.get("finish_reason")) for end in ends):
+        counts.note(unread, record["id"])
+    dicts = [raw, *(record["messages"][-2:] if "messages" in record else ())]  # a question may follow the last answer
+    if any("length" in (entry.get("finish"), entry.get("finish_reason")) for entry in dicts):
         record["truncated"] = True
     written = raw.get("written")
     if isinstance(written, dict) and "documents" in written:  # not a column of somebody else's
         recording = construct(Written, written, f"{record['id']}: written")
         count = len(learned_answers(record["messages"])) if "messages" in record else 1
-        span_count = sum(len(text.answers) for text in recording.documents)
+        span_count = sum(len(document.answers) for document in recording.documents)
         require(span_count == count, f"{record['id']}: written answers", span_count, f"{count}, as the record has")
         if recording.text == text_digest(record):
             record["written"] = recording
@@ -323,12 +323,12 @@ def _layout_of_value(value: object, column: str) -> str | None:
     """The layout of a column with this value in the first record of a file; None if it is none of them."""
     if isinstance(value, str):
         return _TEXT_COLUMNS.get(column, "text")
-    first = value[0] if isinstance(value, list) and value else None
-    if isinstance(first, str):
+    first_item = value[0] if isinstance(value, list) and value else None
+    if isinstance(first_item, str):
         return "turns"
-    if isinstance(first, dict) and "from" in first:
+    if isinstance(first_item, dict) and "from" in first_item:
         return "sharegpt"
-    return "messages" if isinstance(first, dict) and "role" in first else None
+    return "messages" if isinstance(first_item, dict) and "role" in first_item else None
 
 
 def _value_of(raw: Raw, column: str) -> object:

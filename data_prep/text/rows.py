@@ -34,8 +34,8 @@ FORMAT = 6  # part of every cache key: increment it when rows of the same input 
 _IN_THE_CONTENT = {"packages", "path", "subset", "data_dir", "revision", "split", "streaming", "mix", KWARGS}
 _RECORDS_A_BATCH, _CHARACTERS_A_BATCH = 256, 2**22
 META_FILE, ROWS_FILE = "meta.json", "rows.bin"  # of an entry of the cache: `CacheMeta`, and rows of `_row_type`
-_READ = ("records", "rows", "tokens", "supervised", "clipped")
-COUNTS = (*_READ, "empty", "unsupervised", "malformed", "unreadable", "dropped_rows", "refused")
+_READ_NAMES = ("records", "rows", "tokens", "supervised", "clipped")
+COUNT_NAMES = (*_READ_NAMES, "empty", "unsupervised", "malformed", "unreadable", "dropped_rows", "refused")
 
 
 class PackedRows(Dataset[dict[str, Tensor]]):
@@ -47,7 +47,7 @@ class PackedRows(Dataset[dict[str, Tensor]]):
 
         input_ids a b c d e 0    labels b c · e · ·    positions 0 1 2 0 1 0    documents 0 0 0 1 1 −1
 
-    `counts` has the keys `COUNTS`. `key` identifies the content of all rows.
+    `counts` has the keys `COUNT_NAMES`. `key` identifies the content of all rows.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class PackedRows(Dataset[dict[str, Tensor]]):
         return len(self._locations)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        entry, number = self._locations[index]
-        row = self._entries[entry][number]
-        tokens, documents = row["tokens"].astype(np.int64), row["documents"].astype(np.int64)
-        labels, positions = _labels(tokens, documents, row["supervised"]), _positions(documents)
-        arrays = {"input_ids": tokens, "labels": labels, "positions": positions, "documents": documents}
+        entry_index, row_index = self._locations[index]
+        row = self._entries[entry_index][row_index]
+        tokens, document_ids = row["tokens"].astype(np.int64), row["documents"].astype(np.int64)
+        labels, positions = _labels(tokens, document_ids, row["supervised"]), _positions(document_ids)
+        arrays = {"input_ids": tokens, "labels": labels, "positions": positions, "documents": document_ids}
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -97,28 +97,28 @@ def load_rows(
     require(max_rows is None or max_rows >= 1, "max_rows", max_rows, "at least 1, or null")
     if split == "train":
         warn_of_template(config, tokenizer)
-    mix = list(config.parts()) or [(config.source, 1.0, config)]
-    folders = [_cached_rows(part, tokenizer, seq_len, split) for _, _, part in mix]
+    mix_parts = list(config.parts()) or [(config.source, 1.0, config)]
+    folders = [_cached_rows(part, tokenizer, seq_len, split) for _, _, part in mix_parts]
     metas = [_read_meta(folder) for folder in folders]
-    weights = [weight for _, weight, _ in mix]
-    available = [meta.counts["rows"] for meta in metas]
-    quotas = rows_of_sources(available, [meta.counts["supervised"] for meta in metas], weights)
-    counts = [_scale_counts(meta.counts, rows) for meta, rows in zip(metas, quotas, strict=True)]
-    total = {name: sum(part[name] for part in counts) for name in COUNTS}
+    weights = [weight for _, weight, _ in mix_parts]
+    row_counts = [meta.counts["rows"] for meta in metas]
+    row_quotas = rows_of_sources(row_counts, [meta.counts["supervised"] for meta in metas], weights)
+    source_counts = [_scale_counts(meta.counts, row_quota) for meta, row_quota in zip(metas, row_quotas, strict=True)]
+    totals = {name: sum(part[name] for part in source_counts) for name in COUNT_NAMES}
     key = metas[0].key if not config.mix else digest_of([[meta.key for meta in metas], weights])
     if config.mix and shows_progress():
-        shares = (f"{part['rows']} rows ({part['supervised'] / total['supervised']:.1%})" for part in counts)
-        summary = ", ".join(f"{name} {share}" for (name, _, _), share in zip(mix, shares, strict=True))
-        print(f"data mix split={split} rows={total['rows']}, of supervised tokens: {summary}", flush=True)
-    order = interleave(quotas, available)
-    size = min(len(order), max_rows or len(order))
-    return PackedRows(folders, seq_len, order[np.arange(size) * len(order) // size], key, total)
+        shares = (f"{part['rows']} rows ({part['supervised'] / totals['supervised']:.1%})" for part in source_counts)
+        summary = ", ".join(f"{name} {share}" for (name, _, _), share in zip(mix_parts, shares, strict=True))
+        print(f"data mix split={split} rows={totals['rows']}, of supervised tokens: {summary}", flush=True)
+    locations = interleave(row_quotas, row_counts)
+    row_count = min(len(locations), max_rows or len(locations))
+    return PackedRows(folders, seq_len, locations[np.arange(row_count) * len(locations) // row_count], key, totals)
 
 
-def _scale_counts(counts: Mapping[str, int], rows: int) -> dict[str, int]:
-    """The counts of a source of which `rows` rows are taken, with tokens by the mean of all its rows."""
-    scaled = {name: round(counts[name] * rows / counts["rows"]) for name in ("tokens", "supervised")}
-    return {**counts, "rows": rows, **scaled}
+def _scale_counts(counts: Mapping[str, int], row_count: int) -> dict[str, int]:
+    """The counts of a source of which `row_count` rows are taken, with tokens by the mean of all its rows."""
+    scaled = {name: round(counts[name] * row_count / counts["rows"]) for name in ("tokens", "supervised")}
+    return {**counts, "rows": row_count, **scaled}
 
 
 # ------------------------------------------------------------------------------------------------- packing
@@ -136,33 +136,33 @@ class _OpenRow:
         self.free -= len(segment.ids)
 
 
-def pack(documents: Iterable[Document], seq_len: int, window: int = 32) -> Iterator[list[Document]]:
+def pack(documents: Iterable[Document], seq_len: int, max_open: int = 32) -> Iterator[list[Document]]:
     """Pack documents, or parts of them, into rows of at most `seq_len` tokens; a pure function of their order.
 
     Divisible documents follow each other without a gap and continue in the next row. Whole ones (at most seq_len
-    tokens) go into the fullest of up to `window` open rows that still fits them.
+    tokens) go into the fullest of up to `max_open` open rows that still fits them.
     """
-    stream, open_rows = _OpenRow(seq_len), list[_OpenRow]()  # stream: the row of divisible documents
+    stream_row, open_rows = _OpenRow(seq_len), list[_OpenRow]()  # stream: the row of divisible documents
     for document in documents:
         if document.indivisible:
             fitting_rows = [row for row in open_rows if row.free >= len(document.ids)]
             if not fitting_rows:
-                if len(open_rows) == window:
-                    fullest = min(range(window), key=lambda i: open_rows[i].free)
-                    yield open_rows.pop(fullest).segments
+                if len(open_rows) == max_open:
+                    fullest_index = min(range(max_open), key=lambda i: open_rows[i].free)
+                    yield open_rows.pop(fullest_index).segments
                 open_rows.append(_OpenRow(seq_len))
                 fitting_rows = open_rows[-1:]
             min(fitting_rows, key=lambda row: row.free).add(document)
             continue
         start = 0
         while start < len(document.ids):
-            part = slice(start, start + stream.free)
-            stream.add(Document(document.ids[part], document.supervised[part], indivisible=False))
-            start = part.stop
-            if stream.free == 0:
-                yield stream.segments
-                stream = _OpenRow(seq_len)
-    for row in [*open_rows, stream]:
+            token_slice = slice(start, start + stream_row.free)
+            stream_row.add(Document(document.ids[token_slice], document.supervised[token_slice], indivisible=False))
+            start = token_slice.stop
+            if stream_row.free == 0:
+                yield stream_row.segments
+                stream_row = _OpenRow(seq_len)
+    for row in [*open_rows, stream_row]:
         if row.segments:
             yield row.segments
 
@@ -170,34 +170,34 @@ def pack(documents: Iterable[Document], seq_len: int, window: int = 32) -> Itera
 def _row_type(seq_len: int) -> np.dtype:
     """A row: tokens, documents (−1: padding) and supervised, [seq_len] each."""
     # A target may write ids beyond its tokenizer's vocabulary.
-    kinds = {"tokens": np.uint32, "documents": np.min_scalar_type(-seq_len), "supervised": bool}
-    return np.dtype([(name, kind, seq_len) for name, kind in kinds.items()])
+    dtypes = {"tokens": np.uint32, "documents": np.min_scalar_type(-seq_len), "supervised": bool}
+    return np.dtype([(name, dtype, seq_len) for name, dtype in dtypes.items()])
 
 
 def _to_row(segments: list[Document], seq_len: int) -> np.ndarray:
     """One row of `_row_type`, padded."""
     row, start = np.zeros((), _row_type(seq_len)), 0
     row["documents"] = -1
-    for number, segment in enumerate(segments):
-        part = slice(start, start + len(segment.ids))
-        row["tokens"][part], row["supervised"][part] = segment.ids, segment.supervised
-        row["documents"][part], start = number, part.stop
+    for document_index, segment in enumerate(segments):
+        token_slice = slice(start, start + len(segment.ids))
+        row["tokens"][token_slice], row["supervised"][token_slice] = segment.ids, segment.supervised
+        row["documents"][token_slice], start = document_index, token_slice.stop
     return row
 
 
-def _labels(tokens: np.ndarray, documents: np.ndarray, supervised: np.ndarray) -> np.ndarray:
+def _labels(tokens: np.ndarray, document_ids: np.ndarray, supervised: np.ndarray) -> np.ndarray:
     """The labels of a row, int64 [seq_len] (see `PackedRows`)."""
     labels = np.full(len(tokens), IGNORE, np.int64)
-    has_label = (documents[1:] == documents[:-1]) & supervised[1:]
+    has_label = (document_ids[1:] == document_ids[:-1]) & supervised[1:]
     labels[:-1][has_label] = tokens[1:][has_label]
     return labels
 
 
-def _positions(documents: np.ndarray) -> np.ndarray:
+def _positions(document_ids: np.ndarray) -> np.ndarray:
     """The positions of a row's tokens in their documents, int64 [seq_len]."""
-    index = np.arange(len(documents))
-    begins = np.r_[True, documents[1:] != documents[:-1]]
-    return index - np.maximum.accumulate(np.where(begins, index, 0))
+    indices = np.arange(len(document_ids))
+    is_first = np.r_[True, document_ids[1:] != document_ids[:-1]]
+    return indices - np.maximum.accumulate(np.where(is_first, indices, 0))
 
 
 # ------------------------------------------------------------------------------------------------ building
@@ -225,52 +225,52 @@ def _characters(record: Record) -> int:
 
 
 def _build_rows(
-    folder: Path, key: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Split
+    folder: Path, cache_key: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Split
 ) -> None:
     """Write the rows of one source to `folder`, an entry of the cache, completely or not at all."""
     print(f"data source={config.source} split={split}: tokenising into {folder}", flush=True)
-    partial = folder.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
-    partial.mkdir()
-    counts = Counts(dict.fromkeys(COUNTS, 0))
+    partial_dir = folder.with_suffix(".partial")
+    shutil.rmtree(partial_dir, ignore_errors=True)  # left by a killed process
+    partial_dir.mkdir()
+    counts = Counts(dict.fromkeys(COUNT_NAMES, 0))
     try:
-        with open(partial / ROWS_FILE, "wb") as file:
+        with open(partial_dir / ROWS_FILE, "wb") as file:
             for segments in pack(_documents(config, tokenizer, seq_len, split, counts), seq_len):
                 row = _to_row(segments, seq_len)
                 if _count_row(row, counts):
                     file.write(row.tobytes())
         _require_content(config, split, counts)
-        write_json(partial / META_FILE, asdict(CacheMeta(key, dict(counts), counts.first)))
+        write_json(partial_dir / META_FILE, asdict(CacheMeta(cache_key, dict(counts), counts.first)))
         shutil.rmtree(folder, ignore_errors=True)  # a damaged entry
-        partial.replace(folder)
+        partial_dir.replace(folder)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(partial_dir, ignore_errors=True)
         raise
 
 
 def _count_row(row: np.ndarray, counts: Counter[str]) -> bool:
     """Add a row to the counts; False for a row without labels, which must be dropped."""
-    labels = int((_labels(row["tokens"], row["documents"], row["supervised"]) != IGNORE).sum())
-    counts["rows" if labels else "dropped_rows"] += 1
-    if labels:
+    label_count = int((_labels(row["tokens"], row["documents"], row["supervised"]) != IGNORE).sum())
+    counts["rows" if label_count else "dropped_rows"] += 1
+    if label_count:
         counts["tokens"] += int((row["documents"] >= 0).sum())
-        counts["supervised"] += labels
-    return labels > 0
+        counts["supervised"] += label_count
+    return label_count > 0
 
 
 def _require_content(config: DataConfig, split: Split, counts: Counts) -> None:
     """Raise `UserError` for a split without records or without labels."""
-    outcomes = ", ".join(f"{name}={counts[name]}" for name in COUNTS if counts[name]) or "nothing"
-    first = f"; one of them: {counts.first}" if counts.first else ""
+    outcomes = ", ".join(f"{name}={counts[name]}" for name in COUNT_NAMES if counts[name]) or "nothing"
+    first_fault = f"; one of them: {counts.first}" if counts.first else ""
     where = f"data source={config.source} path={', '.join(config.path)}" if config.path else "data"
     if not counts["records"]:
-        as_one = "texts with the same first turn, and a file of text, count as one for the split"
-        remedy = f"give more data or raise heldout_fraction ({as_one})" if split == "heldout" else "give more data"
-        raise UserError(f"{where}: empty dataset: no usable {split} record (found {outcomes}); {remedy}{first}")
+        hint = "texts with the same first turn, and a file of text, count as one for the split"
+        remedy = f"give more data or raise heldout_fraction ({hint})" if split == "heldout" else "give more data"
+        raise UserError(f"{where}: empty dataset: no usable {split} record (found {outcomes}); {remedy}{first_fault}")
     if not counts["rows"]:
         raise UserError(
             f"{where}: no token of the {split} split is supervised (found {outcomes}): no assistant's answer "
-            f"is within seq_len; check layout, column and template, or raise seq_len{first}"
+            f"is within seq_len; check layout, column and template, or raise seq_len{first_fault}"
         )
 
 
@@ -286,7 +286,7 @@ class CacheMeta:
     first: str = ""
 
     def __post_init__(self) -> None:
-        require(set(self.counts) >= set(COUNTS), "counts", sorted(self.counts), ", ".join(COUNTS))
+        require(set(self.counts) >= set(COUNT_NAMES), "counts", sorted(self.counts), ", ".join(COUNT_NAMES))
 
 
 def _read_meta(folder: Path) -> CacheMeta:
@@ -296,17 +296,17 @@ def _read_meta(folder: Path) -> CacheMeta:
 def _is_complete(folder: Path, key: str, seq_len: int) -> bool:
     """Whether the entry of `key` exists, and has all its rows."""
     try:
-        meta, size = _read_meta(folder), (folder / ROWS_FILE).stat().st_size
+        meta, file_size = _read_meta(folder), (folder / ROWS_FILE).stat().st_size
     except (OSError, UserError):
         return False
-    return meta.key == key and size == meta.counts["rows"] * _row_type(seq_len).itemsize
+    return meta.key == key and file_size == meta.counts["rows"] * _row_type(seq_len).itemsize
 
 
 def _cached_rows(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Split) -> Path:
     """The cache folder with the rows of one source, built if missing; prints its counts."""
     tokenizer = bind_arguments(tokenizer, config.chat_template_kwargs, config.template, f"data.{KWARGS}")
-    parts = {key: value for key, value in config.decisions().items() if key not in _IN_THE_CONTENT}
-    parts |= {
+    key_fields = {key: value for key, value in config.decisions().items() if key not in _IN_THE_CONTENT}
+    key_fields |= {
         "format": FORMAT,
         "content": content_digest(config),
         "tokenizer": [tokenizer_digest(tokenizer), tokenizer.chat_template, *filter(None, [clock_of(tokenizer)])],
@@ -314,7 +314,7 @@ def _cached_rows(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len
         "split": split,
         "embedding_rows": rows_of(tokenizer),  # a record with an id beyond them is left out
     }
-    key = digest_of(parts)
+    key = digest_of(key_fields)
     folder = config.cache / "rows" / key[:32]
     if not _is_complete(folder, key, seq_len):
         try:
@@ -329,8 +329,8 @@ def _cached_rows(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len
             ) from error
     if shows_progress():
         meta = _read_meta(folder)
-        counts = " ".join(f"{name}={meta.counts[name]}" for name in COUNTS)
-        print(f"data source={config.source} split={split} {counts}", flush=True)
+        counts_text = " ".join(f"{name}={meta.counts[name]}" for name in COUNT_NAMES)
+        print(f"data source={config.source} split={split} {counts_text}", flush=True)
         warn_of_unused(meta.counts, meta.first)
     return folder
 
@@ -338,27 +338,27 @@ def _cached_rows(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len
 # -------------------------------------------------------------------------------------------------- mixing
 
 
-def rows_of_sources(available: Sequence[int], supervised: Sequence[int], weights: Sequence[float]) -> list[int]:
+def rows_of_sources(row_counts: Sequence[int], label_counts: Sequence[int], weights: Sequence[float]) -> list[int]:
     """Rows to take from each source, so that their shares of the supervised tokens are proportional to `weights`.
 
     available, supervised: rows of each source, and labels in them. Every row counts as its source's mean. The total is
     as large as possible: the scarcest source is used up. Every source contributes at least one row.
     Example: 100 and 300 rows of equal labels, weights 1 and 1: 100 rows of each.
     """
-    per_row = [labels / rows for labels, rows in zip(supervised, available, strict=True)]
-    ratios = [weight / mean for weight, mean in zip(weights, per_row, strict=True)]
-    scale = min(rows / ratio for rows, ratio in zip(available, ratios, strict=True))
-    return [min(rows, max(1, round(scale * ratio))) for rows, ratio in zip(available, ratios, strict=True)]
+    labels_per_row = [labels / rows for labels, rows in zip(label_counts, row_counts, strict=True)]
+    ratios = [weight / mean for weight, mean in zip(weights, labels_per_row, strict=True)]
+    scale = min(rows / ratio for rows, ratio in zip(row_counts, ratios, strict=True))
+    return [min(rows, max(1, round(scale * ratio))) for rows, ratio in zip(row_counts, ratios, strict=True)]
 
 
-def interleave(quotas: Sequence[int], available: Sequence[int]) -> np.ndarray:
+def interleave(quotas: Sequence[int], row_counts: Sequence[int]) -> np.ndarray:
     """int64 [rows, 2]: (source, row) of a mix, in which every stretch has about the overall proportions.
 
     The rows taken are spread evenly over a source, since neighbours share documents, and keep their order. Example:
     1 of 2 rows of source 0 and 2 of 4 rows of source 1 give [[1, 0], [0, 0], [1, 2]].
     """
-    source = np.repeat(np.arange(len(quotas)), quotas)
-    rank = np.concatenate([np.arange(count) for count in quotas])
-    quota, total = np.array(quotas)[source], np.array(available)[source]
-    order = np.argsort((rank + 0.5) / quota, kind="stable")
-    return np.stack([source, rank * total // quota], axis=1)[order]
+    source_ids = np.repeat(np.arange(len(quotas)), quotas)
+    ranks = np.concatenate([np.arange(count) for count in quotas])
+    source_quotas, source_sizes = np.array(quotas)[source_ids], np.array(row_counts)[source_ids]
+    order = np.argsort((ranks + 0.5) / source_quotas, kind="stable")
+    return np.stack([source_ids, ranks * source_sizes // source_quotas], axis=1)[order]

@@ -106,18 +106,18 @@ class SourceConfig(Settings):
             self.require("path", len(self.path) == 1, "one dataset name with source=hub")
         else:
             require(bool(self.path), "path", None, "a file, directory, glob or list of those with source=local")
-        no_column = self.layout != "prompts" or self.column is None
-        self.require("column", no_column, "null with layout=prompts: there the column names decide")
+        column_fits = self.layout != "prompts" or self.column is None
+        self.require("column", column_fits, "null with layout=prompts: there the column names decide")
 
-    def require_paths(self, is_checked: Callable[[str], bool], path: str = "") -> None:
-        """As for all settings; `path` may also be a pattern. One of the files must have a record."""
-        super().require_paths(is_checked, path)
-        if self.source != "local" or not is_checked(f"{path}.path"):
+    def require_paths(self, is_checked: Callable[[str], bool], prefix: str = "") -> None:
+        """As for all settings; `prefix` may also be a pattern. One of the files must have a record."""
+        super().require_paths(is_checked, prefix)
+        if self.source != "local" or not is_checked(f"{prefix}.path"):
             return
         for pattern in self.path:
-            require(bool(match_paths(pattern)), f"{path}.path", pattern, "files that are there")
+            require(bool(match_paths(pattern)), f"{prefix}.path", pattern, "files that are there")
         records = (record for file in resolve_paths(self.path) for record in read_file(file, Counts()))
-        require(next(records, None) is not None, f"{path}.path", ",".join(self.path), "files with a record in them")
+        require(next(records, None) is not None, f"{prefix}.path", ",".join(self.path), "files with a record in them")
 
 
 @dataclass(frozen=True)
@@ -165,16 +165,16 @@ class DataConfig(SourceConfig):
                 yield name, part.weight, DataConfig(**options)
 
 
-def prompt_file(name: str, key: str = "prompts") -> Path:
+def prompt_file(name: str, option: str = "prompts") -> Path:
     """The file of prompts at the path `name`, or of the benchmark `name`, which is fetched once.
 
-    Raises `UserError` naming the option `key` if there is no such file, or if it cannot be fetched.
+    Raises `UserError` naming the option `option` if there is no such file, or if it cannot be fetched.
     """
     path = Path(os.path.expanduser(name))
     if os.path.isfile(path):
         return path
     if name not in BENCHMARKS:
-        raise UserError(f"{key}={name}: no such file; give {_WHAT}")
+        raise UserError(f"{option}={name}: no such file; give {_WHAT}")
     from huggingface_hub import hf_hub_download
 
     dataset, commit, file = BENCHMARKS[name]
@@ -182,7 +182,7 @@ def prompt_file(name: str, key: str = "prompts") -> Path:
         return Path(hf_hub_download(dataset, file, repo_type="dataset", revision=commit))
     except Exception as error:  # whatever the Hub client or the network raises
         raise UserError(
-            f"{key}={name}: cannot be fetched from the Hugging Face Hub ({type(error).__name__}: {reason(error)}); "
+            f"{option}={name}: cannot be fetched from the Hugging Face Hub ({type(error).__name__}: {reason(error)}); "
             f"download https://huggingface.co/datasets/{dataset}/resolve/{commit}/{file} where there is a network, and "
-            f"give that file: {key}=FILE"
+            f"give that file: {option}=FILE"
         ) from error

@@ -22,7 +22,7 @@ _NO_ANSWERS = "prompts have no answers to learn from; answer them with generate_
 
 # Excluded: tests and their data, installed packages, and generated tables. The character maps in encodings are
 # near-copies of each other, so held-out ones would be known from training. pydoc_data is one long string.
-_NOT_LIBRARY = {
+_SKIPPED_FOLDERS = {
     "site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "pydoc_data",
 }  # fmt: skip
 
@@ -48,30 +48,30 @@ def read_records(
     if config.layout == "prompts" and not asking:
         raise UserError(f"layout=prompts: {_NO_ANSWERS}")
     detected: set[FileLayout] = set()
-    count = 0
-    for name, rows in _iterate_sources(config, counts):
+    record_count = 0
+    for source_name, numbered_records in _iterate_sources(config, counts):
         layout: FileLayout | None = None
-        for number, raw in rows:
-            if count == config.max_records:
+        for number, raw in numbered_records:
+            if record_count == config.max_records:
                 return
-            count += 1
-            identity = f"{name}:{number}" if number else name
+            record_count += 1
+            record_id = f"{source_name}:{number}" if number else source_name
             try:
-                is_switch = isinstance(raw, dict) and "written" in raw and layout and layout.column not in raw
-                if (layout is None and (config.layout == "prompts" or not isinstance(raw, str))) or is_switch:
-                    layout = _choose_layout(raw, config, asking, identity)
+                changes_layout = isinstance(raw, dict) and "written" in raw and layout and layout.column not in raw
+                if (layout is None and (config.layout == "prompts" or not isinstance(raw, str))) or changes_layout:
+                    layout = _choose_layout(raw, config, asking, record_id)
                     if config.layout == "auto" and layout not in detected:
                         detected.add(layout)
-                        print(f"data layout={layout.name} column={layout.column} detected in {identity}", flush=True)
-                record = _to_record(raw, layout, config, identity, number, counts)
-                key = identity if config.source == "python_stdlib" else split_key(record)
-                fraction = 0.0 if asking and asks_answer(record) else config.heldout_fraction
-                if is_in_split(key, split, fraction, config.share):
+                        print(f"data layout={layout.name} column={layout.column} detected in {record_id}", flush=True)
+                record = _to_record(raw, layout, config, record_id, number, counts)
+                hash_key = record_id if config.source == "python_stdlib" else split_key(record)
+                heldout_fraction = 0.0 if asking and asks_answer(record) else config.heldout_fraction
+                if is_in_split(hash_key, split, heldout_fraction, config.share):
                     counts["records"] += 1
                     yield record
             except SkipRecordError as skipped:
-                if is_heldout(identity, config.heldout_fraction) == (split == "heldout"):  # count it in one split only
-                    counts.refuse(skipped.reason, f"{identity}: {skipped}")
+                if is_heldout(record_id, config.heldout_fraction) == (split == "heldout"):  # count it in one split only
+                    counts.refuse(skipped.reason, f"{record_id}: {skipped}")
 
 
 def is_in_split(key: str, split: Split, heldout_fraction: float, share: float) -> bool:
@@ -91,16 +91,16 @@ def content_digest(config: DataConfig) -> str:
 
     A Hub dataset without `revision` counts as unchanged: pin a revision if that matters.
     """
-    digest = hashlib.sha256()
+    hasher = hashlib.sha256()
     if config.source == "hub":
-        digest.update(json.dumps([config.path, config.subset, config.data_dir, config.revision, config.split]).encode())
+        hasher.update(json.dumps([config.path, config.subset, config.data_dir, config.revision, config.split]).encode())
     elif config.source == "local":
         for path in track_progress(resolve_paths(config.path), "hashing the data", "files"):
-            digest.update(path.suffix.lower().encode() + file_digest(path))
+            hasher.update(path.suffix.lower().encode() + file_digest(path))
     else:
         for name, path in python_files(config.packages):
-            digest.update(name.encode() + file_digest(path))
-    return digest.hexdigest()
+            hasher.update(name.encode() + file_digest(path))
+    return hasher.hexdigest()
 
 
 def _iterate_sources(config: DataConfig, counts: Counts) -> Iterator[tuple[str, Iterable[tuple[int, object]]]]:
@@ -129,16 +129,16 @@ def _choose_layout(raw: object, config: DataConfig, asking: bool, where: str) ->
 
 
 def _to_record(
-    raw: object, layout: FileLayout | None, config: DataConfig, identity: str, number: int, counts: Counts
+    raw: object, layout: FileLayout | None, config: DataConfig, record_id: str, number: int, counts: Counts
 ) -> Record:
     if layout is _PROMPTS:
-        return prompt_as_record(to_prompt(raw, identity, number, counts), identity)
+        return prompt_as_record(to_prompt(raw, record_id, number, counts), record_id)
     if isinstance(raw, str):
         if config.layout not in ("auto", "text", "code"):
-            raise UserError(f"{identity}: plain text, but layout={config.layout} needs records with columns")
-        return text_record(raw, identity)
+            raise UserError(f"{record_id}: plain text, but layout={config.layout} needs records with columns")
+        return text_record(raw, record_id)
     assert layout is not None
-    return to_record(raw, layout, identity, counts)
+    return to_record(raw, layout, record_id, counts)
 
 
 def python_files(packages: bool) -> list[tuple[str, Path]]:
@@ -149,29 +149,29 @@ def python_files(packages: bool) -> list[tuple[str, Path]]:
     held-out files must not reappear as training text.
     """
     library = Path(sysconfig.get_path("stdlib"))
-    files = _source_files(library)
-    if not files:
+    named_paths = _source_files(library)
+    if not named_paths:
         raise UserError(f"source=python_stdlib: no Python source under {library}; use source=local with your own files")
     if not packages:
-        return files
+        return named_paths
     roots = dict.fromkeys(Path(sysconfig.get_path(key)) for key in ("purelib", "platlib"))
-    seen = {file_digest(path) for _, path in files}
+    seen_digests = {file_digest(path) for _, path in named_paths}
     for name, path in (pair for root in roots for pair in _source_files(root)):
         digest = file_digest(path)
-        if digest not in seen:
-            seen.add(digest)
-            files.append((f"site-packages/{name}", path))
-    return files
+        if digest not in seen_digests:
+            seen_digests.add(digest)
+            named_paths.append((f"site-packages/{name}", path))
+    return named_paths
 
 
 def _source_files(root: Path) -> list[tuple[str, Path]]:
     """(path relative to `root`, file) of the Python source under `root` that is used as training text, sorted."""
-    files = []
+    named_paths = []
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = set(subfolders) - _NOT_LIBRARY
+        subfolders[:] = set(subfolders) - _SKIPPED_FOLDERS
         paths = [Path(folder, name) for name in names if name.endswith(".py")]
-        files += [(path.relative_to(root).as_posix(), path) for path in paths]
-    return sorted(files)
+        named_paths += [(path.relative_to(root).as_posix(), path) for path in paths]
+    return sorted(named_paths)
 
 
 def _hub_rows(config: DataConfig) -> Iterator[tuple[int, object]]:

@@ -44,16 +44,16 @@ def split_newest(conversations: Sequence[Conversation], share: float) -> tuple[l
 
     Conversations with the same first turn stay together, and are as old as the first of them.
     """
-    sizes: dict[str, int] = {}  # by first turn, the oldest first
+    turn_counts: dict[str, int] = {}  # by first turn, the oldest first
     for conversation in conversations:
-        sizes[conversation.first_turn] = sizes.get(conversation.first_turn, 0) + 1
-    newest, count = set[str](), 0
-    while sizes and count < share * len(conversations):
-        first_turn, size = sizes.popitem()
-        newest.add(first_turn)
-        count += size
-    older = [conversation for conversation in conversations if conversation.first_turn not in newest]
-    return older, [conversation for conversation in conversations if conversation.first_turn in newest]
+        turn_counts[conversation.first_turn] = turn_counts.get(conversation.first_turn, 0) + 1
+    newest_turns, newest_count = set[str](), 0
+    while turn_counts and newest_count < share * len(conversations):
+        first_turn, turn_count = turn_counts.popitem()
+        newest_turns.add(first_turn)
+        newest_count += turn_count
+    older = [conversation for conversation in conversations if conversation.first_turn not in newest_turns]
+    return older, [conversation for conversation in conversations if conversation.first_turn in newest_turns]
 
 
 def _to_conversation(raw: object, where: str) -> Conversation:
@@ -71,8 +71,8 @@ def _join_response(raw: object) -> object:
             if not isinstance(choice, dict) or not isinstance(choice.get("message"), dict):
                 raise SkipRecordError("malformed", "its response has no message")
             is_answer = [isinstance(turn, dict) and turn.get("role") == "assistant" for turn in turns]
-            earlier = [{**turn, "weight": 0} if answer else turn for turn, answer in zip(turns, is_answer, strict=True)]
-            facts = {"created": response.get("created"), "greedy": options.get("temperature") == 0}
-            facts |= {"tools": options["tools"]} if options.get("tools") else {}
-            return {"messages": [*earlier, choice["message"]], "finish": choice.get("finish_reason"), **facts}
+            history = [{**turn, "weight": 0} if answer else turn for turn, answer in zip(turns, is_answer, strict=True)]
+            extra_fields = {"created": response.get("created"), "greedy": options.get("temperature") == 0}
+            extra_fields |= {"tools": options["tools"]} if options.get("tools") else {}
+            return {"messages": [*history, choice["message"]], "finish": choice.get("finish_reason"), **extra_fields}
     return raw

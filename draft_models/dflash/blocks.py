@@ -16,8 +16,8 @@ class SharedContext:
         if layer_idx not in self._entries:
             self._entries[layer_idx] = key, value
             return key, value
-        context = (entry.expand(len(key), -1, -1, -1) for entry in self._entries[layer_idx])
-        keys, values = (torch.cat(pair, 2) for pair in zip(context, (key, value), strict=True))
+        context_kv = (entry.expand(len(key), -1, -1, -1) for entry in self._entries[layer_idx])
+        keys, values = (torch.cat(pair, 2) for pair in zip(context_kv, (key, value), strict=True))
         return keys, values
 
 
@@ -27,24 +27,24 @@ def run_blocks(drafter: DFlash, aux: Tensor, anchors: Tensor, tokens: Tensor) ->
 
     aux [1, T, k · H_t]: of the text. tokens [A]: those at the anchors.
     """
-    count, size, cache = aux.shape[1], drafter.reading.block, SharedContext()
-    positions = torch.arange(count, device=aux.device)  # [T]
-    rows = anchors[:, None] + torch.arange(size, device=aux.device)  # [A, block]
-    drafter.reserve(count + size)
+    context_size, block_size, cache = aux.shape[1], drafter.reading.block, SharedContext()
+    positions = torch.arange(context_size, device=aux.device)  # [T]
+    rows = anchors[:, None] + torch.arange(block_size, device=aux.device)  # [A, block_ids]
+    drafter.reserve(context_size + block_size)
     drafter.store_context(drafter.features(aux), drafter.rotary(positions[None]), cache)
-    block = torch.cat([tokens[:, None], rows.new_full((len(rows), size - 1), drafter.reading.mask_token)], 1)
-    spans = drafter.reading.spans
-    masks = {span: _mask(positions, rows, *span) for span in {*spans}}
-    return drafter.run(drafter.embed(block), [masks[span] for span in spans], drafter.rotary(rows), cache)
+    block_ids = torch.cat([tokens[:, None], rows.new_full((len(rows), block_size - 1), drafter.reading.mask_token)], 1)
+    mask_args = drafter.reading.spans
+    masks = {args: _mask(positions, rows, *args) for args in {*mask_args}}
+    return drafter.run(drafter.embed(block_ids), [masks[args] for args in mask_args], drafter.rotary(rows), cache)
 
 
-def _mask(positions: Tensor, rows: Tensor, window: int | None, causal: bool) -> Tensor:
+def _mask(positions: Tensor, block_positions: Tensor, window: int | None, causal: bool) -> Tensor:
     """Which keys a row of a block sees, bool [A, 1, block, T + block]: context positions [T] before the block's first
     row, and rows [A, block]."""
-    context = (positions < rows[:, :1]).expand(len(rows), -1)  # [A, T]
-    keys = torch.cat([positions.expand(len(rows), -1), rows], 1)[:, None]  # [A, 1, T + block]
-    distance = keys - rows[..., None]  # [A, block, T + block]
-    visible = torch.cat([context, torch.ones_like(rows, dtype=torch.bool)], 1)[:, None].expand_as(distance)
+    context = (positions < block_positions[:, :1]).expand(len(block_positions), -1)  # [A, T]
+    key_pos = torch.cat([positions.expand(len(block_positions), -1), block_positions], 1)[:, None]  # [A, 1, T + block]
+    distance = key_pos - block_positions[..., None]  # [A, block, T + block]
+    visible = torch.cat([context, torch.ones_like(block_positions, dtype=torch.bool)], 1)[:, None].expand_as(distance)
     if causal:
         visible = visible & (distance <= 0)
     if window is not None:

@@ -42,12 +42,12 @@ def open_drafter(source: str, target: PreTrainedConfig, changes: ReadingChanges 
         raise UserError(f"{stored.where}: {MASK_FILE}: expected the mask in the embedding, as mask_token_id")
     try:
         dialect = dialect_of(stored.config, stored.files.file_of)
-        declared = read_config(stored.config, stored.shapes, changes.taps)
+        declared_reading = read_config(stored.config, stored.shapes, changes.taps)
     except UserError as error:
         raise UserError(f"{stored.where}: {error}; fetch the drafter again, or correct it") from None
-    reading = apply_changes(declared, changes, target)
+    reading = apply_changes(declared_reading, changes, target)
     require_fitting_target(reading, target, stored.where)
-    files.require_shapes(declared, files.module_shapes(DFlash, declared), stored)
+    files.require_shapes(declared_reading, files.module_shapes(DFlash, declared_reading), stored)
     return StoredBlock(**vars(stored), dialect=dialect, reading=reading)
 
 
@@ -58,21 +58,21 @@ def vllm_method(reading: BlockReading) -> str:
 
 def require_vllm(reading: BlockReading) -> None:
     """Raise `UserError` for a reading that vLLM does not have for `vllm_method`, and would replace by its own."""
-    readable = {
+    field_fits = {
         "sample_from_anchor": reading.sample_from_anchor == (reading.markov_rank > 0),
         "embedding_scale": reading.embedding_scale == 1.0,
     }
-    if lost := ", ".join(f"{name}={getattr(reading, name)!r}" for name, is_read in readable.items() if not is_read):
+    if unread := ", ".join(f"{name}={getattr(reading, name)!r}" for name, is_read in field_fits.items() if not is_read):
         raise UserError(
-            f"engine=vllm: has no word for {lost} of {vllm_method(reading)}, so it would run another drafter"
+            f"engine=vllm: has no word for {unread} of {vllm_method(reading)}, so it would run another drafter"
         )
 
 
 def describe_use(reading: BlockReading, engine: str = "vllm") -> str:
     """Instructions for a drafter in the format of `engine`, there and here, with {path} and {target} to fill in."""
     serving = describe_serving(reading.drafted, engine, head=vllm_method(reading))
-    what, here = _USAGE
-    return "\n\n".join([what, serving] if engine == "llama_cpp" else [what, here, serving])
+    summary, local_usage = _USAGE
+    return "\n\n".join([summary, serving] if engine == "llama_cpp" else [summary, local_usage, serving])
 
 
 _USAGE = (
@@ -85,24 +85,24 @@ evaluate-checkpoint target={target:option} dflash={path:option}
 )
 
 
-def new_drafter(reading: BlockReading, stack: LayerStack, tokens: Tensor | None, seed: int) -> DFlash:
+def new_drafter(reading: BlockReading, stack: LayerStack, draft_tokens: Tensor | None, seed: int) -> DFlash:
     """The drafter before training (see `initial_weights`). Its Markov head begins without a bias."""
-    weights = initial_weights(reading, files.module_shapes(DFlash, reading), stack, tokens, seed)
+    weights = initial_weights(reading, files.module_shapes(DFlash, reading), stack, draft_tokens, seed)
     if reading.markov_rank:
         weights["markov_head.markov_w2.weight"].zero_()
-    return DFlash(reading, all_tokens=tokens is None).with_weights(weights)
+    return DFlash(reading, all_tokens=draft_tokens is None).with_weights(weights)
 
 
-def save_drafter(path: Path, drafter: DFlash, target: PreTrainedConfig, *, made_here: bool = True) -> None:
-    """Write `drafter` to directory `path` in z-lab's layout, which vLLM loads too: config.json and model.safetensors.
+def save_drafter(folder: Path, drafter: DFlash, target: PreTrainedConfig, *, made_here: bool = True) -> None:
+    """Write `drafter` to directory `folder` in z-lab's layout, which vLLM loads too: config.json and model.safetensors.
 
     target: config of its target. made_here: whether Outrider trained it. Raises `UserError` naming what it lacks.
     """
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
-    if (ids := tensors.pop(files.DRAFT_TOKENS, None)) is not None:
-        tensors |= files.map_tensors(ids, drafter.reading.vocabulary)
+    if (draft_ids := tensors.pop(files.DRAFT_TOKENS, None)) is not None:
+        tensors |= files.map_tensors(draft_ids, drafter.reading.vocabulary)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     config = config_of(drafter.reading, shapes, target) | files.written_facts(drafter.dtype, made_here=made_here)
-    require_writable(path)
-    write_atomically(path / SAFETENSORS.single, save(tensors, metadata={"format": "pt"}))
-    write_json(path / CONFIG_FILE, config)
+    require_writable(folder)
+    write_atomically(folder / SAFETENSORS.single, save(tensors, metadata={"format": "pt"}))
+    write_json(folder / CONFIG_FILE, config)

@@ -67,8 +67,8 @@ def dialect_of(config: Config, stored_names: Collection[str]) -> BlockDialect:
 
 def _lookup(config: Config, name: str) -> object:
     """The value of a key in `dflash_config`, else at the top; None without one."""
-    nested = section_of(config, SECTION).get(name)
-    return config.get(name) if nested is None else nested
+    nested_value = section_of(config, SECTION).get(name)
+    return config.get(name) if nested_value is None else nested_value
 
 
 def read_config(config: Config, shapes: Shapes, taps: tuple[int, ...] | None = None) -> BlockReading:
@@ -87,15 +87,15 @@ def _read_declared(config: Config, shapes: Shapes, taps: tuple[int, ...]) -> Blo
         if (setting := _lookup(config, name)) not in supported:
             raise UserError(f"{name}={setting!r}: expected {' or '.join(map(repr, supported[1:]))}")
     fields = section_of(config, "transformer_layer_config") if "speculators_model_type" in config else config
-    numbers = [name.split(".")[1] for name in shapes if name.startswith("layers.")]
-    layers = max((int(number) for number in numbers if number.isdigit()), default=0) + 1
+    layer_numbers = [name.split(".")[1] for name in shapes if name.startswith("layers.")]
+    layer_count = max((int(number) for number in layer_numbers if number.isdigit()), default=0) + 1
     # Windows are read by another rule (`_read_spans`) than transformers'.
     plain = {key: fields[key] for key in fields if key not in ("layer_types", "sliding_window", "use_sliding_window")}
-    layer = layer_config({"model_type": "qwen3", **plain}, layers)
-    declared = {
+    layer = layer_config({"model_type": "qwen3", **plain}, layer_count)
+    reading_fields = {
         **{name: getattr(layer, key, False) for key, name in LAYER_FIELDS.items()},
         **_read_heads(config, shapes, layer.hidden_size),
-        **_read_spans(config, fields, layers),
+        **_read_spans(config, fields, layer_count),
         "taps": taps,
         "target_hidden": _lookup(config, "target_hidden_size") or layer.hidden_size,
         "draft_vocabulary": config.get("draft_vocab_size") or shapes.get("lm_head.weight", (layer.vocab_size,))[0],
@@ -108,61 +108,61 @@ def _read_declared(config: Config, shapes: Shapes, taps: tuple[int, ...]) -> Blo
         "neox": _lookup(config, "is_neox_style") is not False,
         "embedding_scale": _lookup(config, "input_embedding_scale") or 1.0,
     }
-    return construct(BlockReading, declared)
+    return construct(BlockReading, reading_fields)
 
 
 def _read_taps(config: Config) -> tuple[int, ...]:
     """The boundaries that the config names, in entries that must agree. Engines take the first entry that they know."""
-    nested, eagle = section_of(config, SECTION), section_of(config, "eagle_config")
+    dflash_section, eagle_section = section_of(config, SECTION), section_of(config, "eagle_config")
     entries = {  # by the entry, as the user sees it: its layers, and what makes boundaries of them
         "aux_hidden_state_layer_ids": (config.get("aux_hidden_state_layer_ids"), 0),
         "eagle_aux_hidden_state_layer_ids": (config.get("eagle_aux_hidden_state_layer_ids"), 0),
-        f"{SECTION}.target_layer_ids": (nested.get("target_layer_ids"), 1),
+        f"{SECTION}.target_layer_ids": (dflash_section.get("target_layer_ids"), 1),
         "dspark_target_layer_ids": (config.get("dspark_target_layer_ids"), 1),
         "target_layer_ids": (config.get("target_layer_ids"), 1),
-        f"{SECTION}.layer_ids": (nested.get("layer_ids"), 0),
-        "eagle_config.layer_ids": (eagle.get("layer_ids"), 0),
+        f"{SECTION}.layer_ids": (dflash_section.get("layer_ids"), 0),
+        "eagle_config.layer_ids": (eagle_section.get("layer_ids"), 0),
     }
     boundaries: dict[str, tuple[int, ...]] = {}
-    for name, (layers, step) in entries.items():
-        if layers and not (isinstance(layers, list) and all(type(layer) is int for layer in layers)):
-            raise UserError(f"{name}={layers!r}: expected a list of layers")
-        if isinstance(layers, list) and layers:
-            boundaries[f"{name}={layers!r}"] = tuple(layer + step for layer in layers)
+    for name, (layer_ids, offset) in entries.items():
+        if layer_ids and not (isinstance(layer_ids, list) and all(type(layer) is int for layer in layer_ids)):
+            raise UserError(f"{name}={layer_ids!r}: expected a list of layers")
+        if isinstance(layer_ids, list) and layer_ids:
+            boundaries[f"{name}={layer_ids!r}"] = tuple(layer + offset for layer in layer_ids)
     if len(set(boundaries.values())) != 1:
-        meanings = "; ".join(f"{name} means boundaries {list(taps)}" for name, taps in boundaries.items())
-        raise UserError(f"{meanings or 'names no target_layer_ids'}: expected one list of them, or give reading.taps")
+        conflict = "; ".join(f"{name} means boundaries {list(taps)}" for name, taps in boundaries.items())
+        raise UserError(f"{conflict or 'names no target_layer_ids'}: expected one list of them, or give reading.taps")
     return next(iter(boundaries.values()))
 
 
-def _read_spans(config: Config, fields: Config, layers: int) -> dict[str, object]:
+def _read_spans(config: Config, layer_fields: Config, layer_count: int) -> dict[str, object]:
     """`windows` and `causal` of a reading, by vLLM's table: layers slide by `layer_types`, or all with `use_swa`. A
     switch of causality is of all layers; without one, those that slide by `layer_types` are causal."""
-    section, types = section_of(config, SECTION), fields.get("layer_types") or ["full_attention"] * layers
-    if not isinstance(types, list) or len(types) != layers:
-        raise UserError(f"layer_types={types!r}: expected one for each of {layers} layers")
-    by_type = [kind == _SLIDING for kind in types]
-    slides = by_type if any(by_type) else [section.get("use_swa") is True] * layers
-    size = section.get("swa_window_size") or fields.get("sliding_window")
-    if any(slides) and size is None:
+    section, types = section_of(config, SECTION), layer_fields.get("layer_types") or ["full_attention"] * layer_count
+    if not isinstance(types, list) or len(types) != layer_count:
+        raise UserError(f"layer_types={types!r}: expected one for each of {layer_count} layers")
+    sliding_by_type = [kind == _SLIDING for kind in types]
+    is_sliding = sliding_by_type if any(sliding_by_type) else [section.get("use_swa") is True] * layer_count
+    window_size = section.get("swa_window_size") or layer_fields.get("sliding_window")
+    if any(is_sliding) and window_size is None:
         raise UserError("sliding layers without a size: expected swa_window_size or sliding_window")
-    both_ways = False if config.get("sliding_window_non_causal") else None
-    switches = (config.get("is_causal"), section.get("causal"), both_ways)
-    causal = next((value for value in switches if value is not None), None if any(by_type) else False)
-    return {"windows": tuple(size if sliding else None for sliding in slides), "causal": causal}
+    window_causal = False if config.get("sliding_window_non_causal") else None
+    causal_switches = (config.get("is_causal"), section.get("causal"), window_causal)
+    causal = next((value for value in causal_switches if value is not None), None if any(sliding_by_type) else False)
+    return {"windows": tuple(window_size if sliding else None for sliding in is_sliding), "causal": causal}
 
 
-def _read_heads(config: Config, shapes: Shapes, hidden: int) -> dict[str, object]:
+def _read_heads(config: Config, shapes: Shapes, hidden_size: int) -> dict[str, object]:
     """What a reading says of DSpark's heads, by the tensors, and of the position that a row predicts."""
     rank = shapes[W1][1] if W1 in shapes else _lookup(config, "markov_rank") or 0
-    width = shapes.get(CONFIDENCE, (1, 0))[1]
-    names = (config.get("speculators_model_type"), _lookup(config, "projector_type"), config.get("architectures"))
-    is_dspark = rank != 0 or "dspark" in str(names).lower()  # DeepSpec's, of any rank, say it in the class alone
-    anchors = (_lookup(config, name) for name in ("sample_from_anchor", "shift_label"))
+    confidence_width = shapes.get(CONFIDENCE, (1, 0))[1]
+    type_names = (config.get("speculators_model_type"), _lookup(config, "projector_type"), config.get("architectures"))
+    is_dspark = rank != 0 or "dspark" in str(type_names).lower()  # DeepSpec's, of any rank, say it in the class alone
+    anchor_switches = (_lookup(config, name) for name in ("sample_from_anchor", "shift_label"))
     return {
         "markov_rank": rank,
-        "confidence": {0: "none", hidden: "hidden"}.get(width, "markov"),
-        "sample_from_anchor": next((value for value in anchors if value is not None), is_dspark),
+        "confidence": {0: "none", hidden_size: "hidden"}.get(confidence_width, "markov"),
+        "sample_from_anchor": next((value for value in anchor_switches if value is not None), is_dspark),
     }
 
 
@@ -171,11 +171,11 @@ def config_of(reading: BlockReading, shapes: Shapes, target: PreTrainedConfig) -
 
     shapes: of the written tensors. Raises `UserError` for a reading that the layout cannot express.
     """
-    layers = {"mask_token_id": reading.mask_token, "target_layer_ids": [tap - 1 for tap in reading.taps]}
-    slides = any(reading.windows)
+    target_fields = {"mask_token_id": reading.mask_token, "target_layer_ids": [tap - 1 for tap in reading.taps]}
+    has_windows = any(reading.windows)
     config: dict[str, object] = {
         **layer_fields_of(reading, target),
-        **layers,
+        **target_fields,
         "architectures": ["Qwen3DSparkModel" if reading.markov_rank else "DFlashDraftModel"],
         "model_type": "qwen3",
         "block_size": reading.block,
@@ -186,9 +186,9 @@ def config_of(reading: BlockReading, shapes: Shapes, target: PreTrainedConfig) -
         "is_neox_style": reading.neox,
         "input_embedding_scale": reading.embedding_scale,
         "layer_types": ["full_attention" if window is None else _SLIDING for window in reading.windows],
-        SECTION: {**layers, "causal": reading.causal},
+        SECTION: {**target_fields, "causal": reading.causal},
     }
-    if slides:
+    if has_windows:
         config |= {"use_sliding_window": True, "sliding_window": max(filter(None, reading.windows))}
     if reading.markov_rank:
         config |= {"markov_rank": reading.markov_rank, "markov_head_type": "vanilla"}
@@ -196,6 +196,6 @@ def config_of(reading: BlockReading, shapes: Shapes, target: PreTrainedConfig) -
         config["confidence_head_with_markov"] = reading.confidence == "markov"
     fields = asdict(replace(reading, draft_ids="offset", head_norms=True))  # as a file in this layout is read
     reread = asdict(read_config(config, shapes))
-    if lost := ", ".join(f"{name}={value!r}" for name, value in fields.items() if reread[name] != value):
-        raise UserError(f"z-lab's layout has no word for {lost}, so its readers would run another drafter")
+    if lost_fields := ", ".join(f"{name}={value!r}" for name, value in fields.items() if reread[name] != value):
+        raise UserError(f"z-lab's layout has no word for {lost_fields}, so its readers would run another drafter")
     return config

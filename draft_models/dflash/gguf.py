@@ -14,7 +14,7 @@ from outrider.draft_models.heads.files import DRAFT_TOKENS
 from outrider.draft_models.targets.model_files import empty_model
 
 # The tensors that no Qwen3 has.
-_OF_DRAFTERS = {
+_DRAFTER_GGUF_NAMES = {
     "fc.weight": "fc.weight", "hidden_norm.weight": "enc.output_norm.weight", DRAFT_TOKENS: "d2t",
     "markov_head.markov_w1.weight": "markov_w1.weight", "markov_head.markov_w2.weight": "markov_w2.weight",
     "confidence_head.proj.weight": "conf_proj.weight", "confidence_head.proj.bias": "conf_proj.bias",
@@ -26,7 +26,7 @@ def write_gguf_drafter(
     target: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
     path: Path,
-    block_kind: str | None = None,
+    quant_type: str | None = None,
 ) -> None:
     """Write `drafter`, for a target of config `target` and with its `tokenizer`, as `write_gguf` writes a model.
 
@@ -35,14 +35,14 @@ def write_gguf_drafter(
     makes it DSpark, whose rows predict the token after theirs. Raises `UserError` for what that cannot express.
     """
     reading = drafter.reading
-    readable = {
+    field_fits = {
         "causal": not reading.causal, "windows": not any(reading.windows), "neox": reading.neox,
         "embedding_scale": reading.embedding_scale == 1.0, "confidence": reading.confidence != "hidden",
         "head_norms": reading.head_norms, "target_hidden": reading.target_hidden == reading.hidden,
         "sample_from_anchor": reading.sample_from_anchor == (reading.markov_rank > 0),
     }  # fmt: skip
     if lost := ", ".join(
-        f"{name}={getattr(reading, name)!r}" for name, is_readable in readable.items() if not is_readable
+        f"{name}={getattr(reading, name)!r}" for name, is_readable in field_fits.items() if not is_readable
     ):
         raise UserError(f"engine=llama_cpp: has no word for {lost}, so it would run another drafter; take engine=vllm")
     config = layer_config(layer_fields_of(reading, target), reading.layers)
@@ -52,5 +52,5 @@ def write_gguf_drafter(
     metadata |= {"general.architecture": "dflash", "dflash.block_size": reading.block}
     metadata |= {"dflash.target_layers": [*reading.taps], "tokenizer.ggml.mask_token_id": reading.mask_token}
     ggml_names = tensor_names(empty_model(config), "qwen3").items()
-    names = {parameter.removeprefix("model."): name for name, parameter in ggml_names} | _OF_DRAFTERS
-    write_file(config, metadata, {names[key]: tensor for key, tensor in drafter.state_dict().items()}, path, block_kind)
+    names = {parameter.removeprefix("model."): name for name, parameter in ggml_names} | _DRAFTER_GGUF_NAMES
+    write_file(config, metadata, {names[key]: tensor for key, tensor in drafter.state_dict().items()}, path, quant_type)

@@ -48,11 +48,11 @@ class BlockAttention(HeadAttention):
     def forward(self, x: Tensor, mask: Mask, rotary: Rotary, cache: LayerCache) -> Tensor:
         """x [B, Q, H] → [B, Q, H]."""
         query = self.rotate(self.q_norm(self.split_heads(self.q_proj(x))), rotary)
-        entries = self.store(x, rotary, cache)
+        keys_values = self.store(x, rotary, cache)
         if isinstance(cache, PackedBlocks):
             assert isinstance(mask, Band)
-            return cast("Tensor", self.o_proj(cache.attend(self, query, entries, mask, self.layer_idx).flatten(2)))
-        return self.attend(query, *entries, mask)
+            return cast("Tensor", self.o_proj(cache.attend(self, query, keys_values, mask, self.layer_idx).flatten(2)))
+        return self.attend(query, *keys_values, mask)
 
     def rotate(self, x: Tensor, rotary: Rotary) -> Tensor:
         """As `HeadAttention.rotate`. Neighbours that rotate together first move half a head apart, in queries and keys
@@ -110,14 +110,14 @@ class DFlash(DraftHead):
     def __init__(self, reading: BlockReading, *, all_tokens: bool):
         """Create it on the meta device, without weights. all_tokens: without a draft vocabulary."""
         super().__init__(reading, all_tokens=all_tokens)
-        joined, width = len(reading.taps) * reading.target_hidden, reading.hidden
+        joined_size, hidden_size = len(reading.taps) * reading.target_hidden, reading.hidden
         with torch.device("meta"):
-            self.fc = nn.Linear(joined, width, bias=False)
-            self.hidden_norm = LlamaRMSNorm(width, reading.epsilon)
+            self.fc = nn.Linear(joined_size, hidden_size, bias=False)
+            self.hidden_norm = LlamaRMSNorm(hidden_size, reading.epsilon)
             self.layers = nn.ModuleList(BlockLayer(reading, index) for index in range(reading.layers))
-            self.norm = LlamaRMSNorm(width, reading.epsilon)
-            self.lm_head = nn.Linear(width, reading.draft_vocabulary, bias=False) if reading.own_head else None
-            self.embed_tokens = nn.Embedding(reading.vocabulary, width) if reading.own_embedding else None
+            self.norm = LlamaRMSNorm(hidden_size, reading.epsilon)
+            self.lm_head = nn.Linear(hidden_size, reading.draft_vocabulary, bias=False) if reading.own_head else None
+            self.embed_tokens = nn.Embedding(reading.vocabulary, hidden_size) if reading.own_embedding else None
             self.markov_head = MarkovHead(reading) if reading.markov_rank else None
             self.confidence_head = ConfidenceHead(reading) if reading.confidence != "none" else None
         self.shared_head: list[nn.Module] = []

@@ -34,6 +34,6 @@ class PackedBlocks:
         return attend_jointly(module, query, self._contexts[layer], (key, value), mask, query.shape[-1] ** -0.5)
 
 
-def block_positions(last: Tensor, rows: int) -> Tensor:
-    """Positions [B, N · rows] of the blocks after the positions `last` [B, N]: last + 1 to last + rows."""
-    return (last[..., None] + 1 + torch.arange(rows, device=last.device)).flatten(1)
+def block_positions(last_positions: Tensor, row_count: int) -> Tensor:
+    """Positions [B, N · rows] of the blocks after the positions `last_positions` [B, N]: last + 1 to last + rows."""
+    return (last_positions[..., None] + 1 + torch.arange(row_count, device=last_positions.device)).flatten(1)

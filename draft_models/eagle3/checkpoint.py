@@ -70,14 +70,14 @@ def _require_shapes(reading: Reading, stored: files.HeadFiles, dialect: Dialect)
     files.require_shapes(reading, head_shapes(reading), stored, lambda name: dialect_name(name, dialect))
 
 
-def head_shapes(reading: Reading, module: type[Eagle3] = Eagle3) -> dict[str, tuple[int, ...]]:
-    """The shapes of all weights of a `module` under this reading, by their names here."""
-    return files.module_shapes(module, reading)
+def head_shapes(reading: Reading, module_class: type[Eagle3] = Eagle3) -> dict[str, tuple[int, ...]]:
+    """The shapes of all weights of a `module_class` under this reading, by their names here."""
+    return files.module_shapes(module_class, reading)
 
 
-def new_head(reading: Reading, stack: LayerStack, tokens: Tensor | None, seed: int) -> Eagle3:
+def new_head(reading: Reading, stack: LayerStack, draft_tokens: Tensor | None, seed: int) -> Eagle3:
     """The head before training (see `initial_weights`)."""
-    return Eagle3.of(reading, initial_weights(reading, head_shapes(reading), stack, tokens, seed))
+    return Eagle3.of(reading, initial_weights(reading, head_shapes(reading), stack, draft_tokens, seed))
 
 
 def dialect_name(name: str, dialect: Dialect) -> str:
@@ -87,36 +87,36 @@ def dialect_name(name: str, dialect: Dialect) -> str:
 
 
 def save_head(
-    path: Path,
+    folder: Path,
     head: Eagle3,
     dialect: WrittenDialect,
     target: PreTrainedConfig,
     target_name: str,
-    drafted: int = 7,
+    draft_length: int = 7,
     *,
     made_here: bool = True,
 ) -> None:
-    """Write `head` to directory `path` in `dialect`, for reloading: config.json and model.safetensors.
+    """Write `head` to directory `folder` in `dialect`, for reloading: config.json and model.safetensors.
 
     target, target_name: config and name of its target. drafted: suggested tokens per round for a server. made_here:
     False for another trainer's head, whose reading may be wrong. Raises `UserError` naming fields that `dialect` lacks.
     """
     dialects.require_expressible(head.reading, head_shapes(head.reading), dialect, target)
     written_tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
-    ids = written_tensors.pop(files.DRAFT_TOKENS, None)
-    if ids is not None or dialect == "specforge":  # which requires d2t and t2d
-        ids = torch.arange(head.reading.draft_vocabulary) if ids is None else ids
-        written_tensors |= files.map_tensors(ids, head.reading.vocabulary)
+    draft_ids = written_tensors.pop(files.DRAFT_TOKENS, None)
+    if draft_ids is not None or dialect == "specforge":  # which requires d2t and t2d
+        draft_ids = torch.arange(head.reading.draft_vocabulary) if draft_ids is None else draft_ids
+        written_tensors |= files.map_tensors(draft_ids, head.reading.vocabulary)
     tensors = {dialect_name(name, dialect): tensor for name, tensor in written_tensors.items()}
-    config = dialects.config_in_dialect(head.reading, dialect, target, target_name, drafted)
+    config = dialects.config_in_dialect(head.reading, dialect, target, target_name, draft_length)
     config |= files.written_facts(head.dtype, made_here=made_here)
-    require_writable(path)
-    write_atomically(path / SAFETENSORS.single, save(tensors, metadata={"format": "pt"}))
-    write_json(path / CONFIG_FILE, config)
+    require_writable(folder)
+    write_atomically(folder / SAFETENSORS.single, save(tensors, metadata={"format": "pt"}))
+    write_json(folder / CONFIG_FILE, config)
 
 
 # The tensors of a head that no Llama has.
-_OF_HEADS = {
+_HEAD_GGUF_NAMES = {
     "fc.weight": "fc.weight", "input_norm.weight": "enc.output_norm.weight", files.DRAFT_TOKENS: "d2t",
     f"{dialects.FIRST_LAYER}hidden_norm.weight": "blk.0.attn_norm_2.weight",
 }  # fmt: skip
@@ -126,8 +126,8 @@ def write_gguf_head(
     head: Eagle3,
     target: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
-    path: Path,
-    block_kind: str | None = None,
+    gguf_path: Path,
+    quant_type: str | None = None,
 ) -> None:
     """Write `head`, for a target of config `target` and with its `tokenizer`, as `write_gguf` writes a model.
 
@@ -146,19 +146,19 @@ def write_gguf_head(
     metadata = {key.replace("llama.", "eagle3."): value for key, value in require_gguf(config, tokenizer).items()}
     metadata |= {"general.architecture": "eagle3", **{f"eagle3.{key}": value for key, value in head_fields.items()}}
     ggml_names = tensor_names(empty_model(config), "llama").items()
-    names = {parameter.removeprefix("model."): name for name, parameter in ggml_names} | _OF_HEADS
-    tensors = {names[parameter]: tensor for parameter, tensor in head.state_dict().items()}
-    write_file(config, metadata, tensors, path, block_kind)
+    ggml_by_name = {parameter.removeprefix("model."): name for name, parameter in ggml_names} | _HEAD_GGUF_NAMES
+    tensors = {ggml_by_name[parameter]: tensor for parameter, tensor in head.state_dict().items()}
+    write_file(config, metadata, tensors, gguf_path, quant_type)
 
 
 def describe_use(dialect: ExportDialect) -> str:
     """Instructions for a head in `dialect`, here and in servers that read it, with {path} and {target} to fill in."""
-    what = "An EAGLE-3 head: it drafts from hidden states of the target, and belongs to that target alone."
+    summary = "An EAGLE-3 head: it drafts from hidden states of the target, and belongs to that target alone."
     if dialect == "gguf":
-        return f"{what}\n\n{describe_serving(4, 'llama_cpp', head=EAGLE3)}"
+        return f"{summary}\n\n{describe_serving(4, 'llama_cpp', head=EAGLE3)}"
     refusal = "SGLang: not in this dialect; `outrider export engine=sglang` writes another."
-    sglang = describe_serving(4, "sglang", head=EAGLE3) if dialect == "specforge" else refusal
-    return "\n\n".join([what, _OUTRIDER_USAGE, describe_serving(4, "vllm", head=EAGLE3), sglang])
+    sglang_usage = describe_serving(4, "sglang", head=EAGLE3) if dialect == "specforge" else refusal
+    return "\n\n".join([summary, _OUTRIDER_USAGE, describe_serving(4, "vllm", head=EAGLE3), sglang_usage])
 
 
 _OUTRIDER_USAGE = """Outrider:

@@ -103,32 +103,32 @@ def read_config(
     try:
         return _read_declared(config, shapes, taps or _read_aux_layers(config, target_layers))
     except (UserError, TypeError, ValueError, LookupError, OverflowError) as error:  # also of odd values
-        why = f"{reason(error)} (in its config.json)"
-        raise UserError(f"eagle3={source}: {why}; fetch the head again, or correct it") from None
+        problem = f"{reason(error)} (in its config.json)"
+        raise UserError(f"eagle3={source}: {problem}; fetch the head again, or correct it") from None
 
 
 def _read_declared(config: Mapping[str, Any], shapes: Shapes, taps: tuple[int, ...]) -> Reading:
     """The reading that `config` and `shapes` declare, with these aux layers. Raises `UserError`."""
-    for name, (expected, what) in _FIXED_SWITCHES.items():
+    for name, (expected, meaning) in _FIXED_SWITCHES.items():
         if (setting := _read_switch(config, name, expected)) != expected:
-            raise UserError(f"{name}={setting!r}: {what}; expected {expected!r}")
+            raise UserError(f"{name}={setting!r}: {meaning}; expected {expected!r}")
     layer_numbers = [name.split(".")[1] for name in shapes if name.startswith("layers.")]
-    layers = max((int(part) for part in layer_numbers if part.isdigit()), default=0) + 1
+    layer_count = max((int(number) for number in layer_numbers if number.isdigit()), default=0) + 1
     layer_fields = config if "speculators_model_type" not in config else config.get("transformer_layer_config")
-    layer = layer_config(layer_fields, layers)
-    head_rows = shapes.get("lm_head.weight", (layer.vocab_size,))[0]
-    layer_types = getattr(layer, "layer_types", None) or ["full_attention"] * layers
+    layer = layer_config(layer_fields, layer_count)
+    head_row_count = shapes.get("lm_head.weight", (layer.vocab_size,))[0]
+    layer_types = getattr(layer, "layer_types", None) or ["full_attention"] * layer_count
     switches: dict[str, Any] = {
-        name: _read_switch(config, word, default in shapes if isinstance(default, str) else default)
-        for name, (word, default) in _SWITCHES.items()
+        name: _read_switch(config, config_key, default in shapes if isinstance(default, str) else default)
+        for name, (config_key, default) in _SWITCHES.items()
     }
-    sizes: dict[str, Any] = {name: getattr(layer, key, False) for key, name in LAYER_FIELDS.items()}
+    size_fields: dict[str, Any] = {name: getattr(layer, key, False) for key, name in LAYER_FIELDS.items()}
     return Reading(
-        **sizes,
+        **size_fields,
         **switches,
         taps=taps,
         target_hidden=config.get("target_hidden_size") or layer.hidden_size,
-        draft_vocabulary=config.get("draft_vocab_size") or config.get("truncated_vocab_size") or head_rows,
+        draft_vocabulary=config.get("draft_vocab_size") or config.get("truncated_vocab_size") or head_row_count,
         rope=dict(layer.rope_parameters),
         windows=tuple(layer.sliding_window if kind == "sliding_attention" else None for kind in layer_types),
         fc_bias="fc.bias" in shapes,
@@ -142,20 +142,20 @@ def _read_switch(config: Mapping[str, Any], name: str, default: object) -> Any:
 
     Raises `UserError` if two values differ.
     """
-    names = (name, _FORMER_SWITCH.get(name, name))
-    settings = [
+    config_keys = (name, _FORMER_SWITCH.get(name, name))
+    switch_values = [
         section[key]
         for section in (config, section_of(config, "eagle_config"))
-        for key in names
+        for key in config_keys
         if section.get(key) is not None
     ]
-    conflict = next((value for value in settings if value != settings[0]), None)
+    conflict = next((value for value in switch_values if value != switch_values[0]), None)
     if conflict is not None:
-        raise UserError(f"{name}={settings[0]!r} at the top, {conflict!r} in eagle_config: expected one of them")
-    return settings[0] if settings else default
+        raise UserError(f"{name}={switch_values[0]!r} at the top, {conflict!r} in eagle_config: expected one of them")
+    return switch_values[0] if switch_values else default
 
 
-def _read_aux_layers(config: Mapping[str, Any], target_layers: int) -> tuple[int, ...]:
+def _read_aux_layers(config: Mapping[str, Any], target_layer_count: int) -> tuple[int, ...]:
     """The boundaries that the config names, in several entries, which must agree.
 
     Example: `eagle_config`, and DeepSpec's `target_layer_ids`, have the outputs of layers 1, 8 and 15, that is the
@@ -164,21 +164,21 @@ def _read_aux_layers(config: Mapping[str, Any], target_layers: int) -> tuple[int
     """
     sections = {"": config, "eagle_config.": section_of(config, "eagle_config")}
     boundaries: dict[str, tuple[int, ...]] = {}  # by the entry, as the user sees it
-    for section, key in product(sections, (AUX_LAYERS_KEY, "layer_ids", "target_layer_ids")):
-        name, layers = section + key, sections[section].get(key)
-        if not layers:
+    for prefix, key in product(sections, (AUX_LAYERS_KEY, "layer_ids", "target_layer_ids")):
+        name, layer_ids = prefix + key, sections[prefix].get(key)
+        if not layer_ids:
             continue
-        if not (isinstance(layers, list) and all(type(layer) is int for layer in layers)):
-            raise UserError(f"{name}={layers!r}: expected a list of layers")
+        if not (isinstance(layer_ids, list) and all(type(layer) is int for layer in layer_ids)):
+            raise UserError(f"{name}={layer_ids!r}: expected a list of layers")
         has_outputs = key == "target_layer_ids" or name == f"eagle_config.{AUX_LAYERS_KEY}"
-        boundaries[f"{name}={layers!r}"] = tuple(layer + has_outputs for layer in layers)
+        boundaries[f"{name}={layer_ids!r}"] = tuple(layer + has_outputs for layer in layer_ids)
     if len(set(boundaries.values())) > 1:
-        meanings = "; ".join(f"{name} means boundaries {list(taps)}" for name, taps in boundaries.items())
-        raise UserError(f"{meanings}: expected the same, or give reading.taps")
-    if not boundaries and target_layers < 7:
-        cause = f"the target's {target_layers} layers are too few to choose"
+        conflict = "; ".join(f"{name} means boundaries {list(taps)}" for name, taps in boundaries.items())
+        raise UserError(f"{conflict}: expected the same, or give reading.taps")
+    if not boundaries and target_layer_count < 7:
+        cause = f"the target's {target_layer_count} layers are too few to choose"
         raise UserError(f"names no {AUX_LAYERS_KEY}: expected them, as {cause}; or give reading.taps")
-    return next(iter(boundaries.values()), default_aux_layers(target_layers))
+    return next(iter(boundaries.values()), default_aux_layers(target_layer_count))
 
 
 def require_expressible(reading: Reading, shapes: Shapes, dialect: ExportDialect, target: PreTrainedConfig) -> None:
@@ -191,15 +191,15 @@ def require_expressible(reading: Reading, shapes: Shapes, dialect: ExportDialect
     # A head is always written with these two values.
     fields = asdict(replace(reading, draft_ids="offset", own_head=True))
     unread = _READER_DEFAULTS.keys() - _SUPPORTED[dialect]
-    lost = [name for name, default in _READER_DEFAULTS.items() if name in unread and fields[name] != default]
+    lost_fields = [name for name, default in _READER_DEFAULTS.items() if name in unread and fields[name] != default]
     # The embedding is not a layer's output, and the others' code supports exactly three aux hidden states.
     if dialect != "speculators" and (reading.taps[0] == 0 or len(reading.taps) != 3):
-        lost.append("taps")
+        lost_fields.append("taps")
     config = config_in_dialect(reading, dialect, target, target_name="", drafted=1)
-    reread = asdict(read_config(config, shapes, target_layers=0, source="export"))
-    lost += [name for name, value in fields.items() if reread[name] != value and name not in lost]
-    if lost:
-        listing = ", ".join(f"{name}={fields[name]!r}" for name in lost)
+    reread_fields = asdict(read_config(config, shapes, target_layers=0, source="export"))
+    lost_fields += [name for name, value in fields.items() if reread_fields[name] != value and name not in lost_fields]
+    if lost_fields:
+        listing = ", ".join(f"{name}={fields[name]!r}" for name in lost_fields)
         raise UserError(
             f"dialect={dialect}: has no word for {listing}, so its readers would run another head; take another dialect"
         )
@@ -218,19 +218,19 @@ def config_in_dialect(
         config["num_aux_hidden_states"] = len(reading.taps)
     if reading.hidden != reading.target_hidden:  # with this key EAGLE's own loader takes no embedding from the target
         config["target_hidden_size"] = reading.target_hidden
-    layer = layer_fields_of(reading, target)
+    layer_fields = layer_fields_of(reading, target)
     if dialect != "speculators":
         eagle_config = {"use_aux_hidden_state": True, AUX_LAYERS_KEY: [boundary - 1 for boundary in reading.taps]}
-        return {"architectures": ["LlamaForCausalLMEagle3"], **config, **layer, "eagle_config": eagle_config}
-    if sizes := set(filter(None, reading.windows)):
+        return {"architectures": ["LlamaForCausalLMEagle3"], **config, **layer_fields, "eagle_config": eagle_config}
+    if window_sizes := set(filter(None, reading.windows)):
         layer_types = ["full_attention" if window is None else "sliding_attention" for window in reading.windows]
-        layer |= {"use_sliding_window": True, "sliding_window": max(sizes), "layer_types": layer_types}
+        layer_fields |= {"use_sliding_window": True, "sliding_window": max(window_sizes), "layer_types": layer_types}
     if "num_aux_hidden_states" in config:  # vLLM reads it among these fields
-        layer["num_aux_hidden_states"] = config["num_aux_hidden_states"]
+        layer_fields["num_aux_hidden_states"] = config["num_aux_hidden_states"]
     return config | {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
-        "transformer_layer_config": layer,
+        "transformer_layer_config": layer_fields,
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",

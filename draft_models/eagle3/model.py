@@ -72,17 +72,17 @@ class Steps:
             return grouped_attention(module, query, *entry, mask, scaling=scaling)[0]
         key, value = (x.transpose(1, 2)[..., None, :] for x in entry)  # [B, N, Hk, 1, D]
         if self.step > 1:
-            earlier = map(self._pick_positions, self._later_entries[layer, self.step - 1])
-            key, value = (torch.cat(pair, 3) for pair in zip(earlier, (key, value), strict=True))
+            old_entries = map(self._pick_positions, self._later_entries[layer, self.step - 1])
+            key, value = (torch.cat(pair, 3) for pair in zip(old_entries, (key, value), strict=True))
         self._later_entries[layer, self.step] = key, value
         return attend_jointly(module, query, self._first_entries[layer], (key, value), mask, scaling)
 
     def _pick_positions(self, entries: Tensor) -> Tensor:
         """The entries [B, N', Hk, steps, D] of the last step at the positions of the running step."""
-        picks = self.picks.get(self.step)
-        if picks is None:
+        flat_indices = self.picks.get(self.step)
+        if flat_indices is None:
             return entries
-        return F.embedding(picks, entries.flatten(0, 1).flatten(1)).unflatten(-1, entries.shape[2:])
+        return F.embedding(flat_indices, entries.flatten(0, 1).flatten(1)).unflatten(-1, entries.shape[2:])
 
 
 HeadCache = LayerCache | Steps | None
@@ -112,8 +112,8 @@ class StepAttention(HeadAttention):
         query, key = self.rotate(self.q_norm(query), rotary), self.rotate(self.k_norm(key), rotary)
         if isinstance(cache, Steps):
             assert isinstance(mask, Band)
-            mixed = cache.attend(self, query, (key, value), mask, self.layer_idx, self.head_dim**-0.5)
-            return self.project(mixed, gate)
+            attended = cache.attend(self, query, (key, value), mask, self.layer_idx, self.head_dim**-0.5)
+            return self.project(attended, gate)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
         return self.attend(query, key, value, mask, gate)
@@ -130,20 +130,20 @@ class HeadLayer(GradientCheckpointingLayer):
         self.self_attn = StepAttention(reading, reading.hidden * (2 if joint else 1), layer_idx)
         self.mlp = head_mlp(reading)
         self.norm_before_residual = reading.norm_before_residual
-        normed = reading.embedding_norm or not joint
-        self.input_layernorm = LlamaRMSNorm(reading.hidden, reading.epsilon) if normed else nn.Identity()
+        has_input_norm = reading.embedding_norm or not joint
+        self.input_layernorm = LlamaRMSNorm(reading.hidden, reading.epsilon) if has_input_norm else nn.Identity()
         self.hidden_norm = LlamaRMSNorm(reading.hidden, reading.epsilon) if joint else None
         self.post_attention_layernorm = LlamaRMSNorm(reading.hidden, reading.epsilon)
 
     def forward(self, embedding: Tensor, hidden: Tensor, mask: Mask, rotary: Rotary, cache: HeadCache) -> Tensor:
         """embedding, hidden [B, Q, H] → [B, Q, H]; only a joint layer reads the embedding."""
         if self.hidden_norm is None:
-            attended = [self.input_layernorm(hidden)]
+            attention_inputs = [self.input_layernorm(hidden)]
         else:
-            normed = self.hidden_norm(hidden)
-            attended = [self.input_layernorm(embedding), normed]
-            hidden = normed if self.norm_before_residual else hidden
-        hidden = hidden + self.self_attn(attended, mask, rotary, cache)
+            normed_hidden = self.hidden_norm(hidden)
+            attention_inputs = [self.input_layernorm(embedding), normed_hidden]
+            hidden = normed_hidden if self.norm_before_residual else hidden
+        hidden = hidden + self.self_attn(attention_inputs, mask, rotary, cache)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -168,11 +168,11 @@ class Eagle3(DraftHead):
 
     def _add_layers(self, reading: Reading) -> None:
         """Add the modules from the aux hidden states to the last layer."""
-        width, joined = reading.target_hidden, len(reading.taps) * reading.target_hidden
+        width, joined_size = reading.target_hidden, len(reading.taps) * reading.target_hidden
         norms = [LlamaRMSNorm(width, reading.epsilon) for _ in reading.taps] if reading.tap_norms else []
         self.fc_norm = nn.ModuleList(norms)
-        self.input_norm = LlamaRMSNorm(joined, reading.epsilon) if reading.joint_norm else nn.Identity()
-        self.fc = nn.Linear(joined, reading.hidden, bias=reading.fc_bias)
+        self.input_norm = LlamaRMSNorm(joined_size, reading.epsilon) if reading.joint_norm else nn.Identity()
+        self.fc = nn.Linear(joined_size, reading.hidden, bias=reading.fc_bias)
         self.layers = nn.ModuleList(HeadLayer(reading, index, joint=index == 0) for index in range(reading.layers))
 
     @classmethod

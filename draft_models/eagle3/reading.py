@@ -44,6 +44,6 @@ def new_reading(
 
     version: 3, or 3.1, which norms aux hidden states and outputs of steps. Raises `UserError` for impossible values.
     """
-    newer = str(version) == "3.1"
+    is_version_3_1 = str(version) == "3.1"
     sizes = sizes_for(target, taps, 1, draft_vocabulary, intermediate)
-    return Reading(**sizes, tap_norms=newer, norm_output=newer)
+    return Reading(**sizes, tap_norms=is_version_3_1, norm_output=is_version_3_1)

@@ -73,14 +73,14 @@ def digest_parts_below(files: TensorFiles, config: PreTrainedConfig, exit_layer:
 
 
 def save_pretrained(
-    path: Path,
+    folder: Path,
     drafter: EarlyExit,
     fingerprint: Fingerprint,
     training: Mapping[str, object],
     dtype: torch.dtype,
     trained_on: Mapping[str, str] | None = None,
 ) -> None:
-    """Write `drafter` in `dtype` to directory `path`. A crash or a full disk leaves the previous contents.
+    """Write `drafter` in `dtype` to directory `folder`. A crash or a full disk leaves the previous contents.
 
     trained_on: `digest_parts_below` of the target that training read; None: of the target now.
     """
@@ -88,9 +88,9 @@ def save_pretrained(
         files = open_tensors(fingerprint.target, fingerprint.revision)
         config = AutoConfig.for_model(fingerprint.architecture).from_dict({**fingerprint.config})
         trained_on = digest_parts_below(files, config, drafter.exit_layer)
-    where = Path(fingerprint.target)
-    if where.exists() and not where.is_absolute():  # elsewhere it would look like a name on the Hub
-        fingerprint = dataclasses.replace(fingerprint, target=f"./{where}")
+    target_path = Path(fingerprint.target)
+    if target_path.exists() and not target_path.is_absolute():  # elsewhere it would look like a name on the Hub
+        fingerprint = dataclasses.replace(fingerprint, target=f"./{target_path}")
     weights = {name: move_tensor(x.detach(), "cpu", dtype).contiguous() for name, x in drafter.state_dict().items()}
     blob = save(weights, metadata={"format": "pt"})
     meta = DrafterMeta(
@@ -108,37 +108,37 @@ def save_pretrained(
         weights_sha256=hashlib.sha256(blob).hexdigest(),
         trained_on=dict(trained_on),
     )
-    require_writable(path)
-    write_atomically(path / WEIGHTS_FILE, blob)
-    write_meta(path, meta)
+    require_writable(folder)
+    write_atomically(folder / WEIGHTS_FILE, blob)
+    write_meta(folder, meta)
 
 
-def write_meta(path: Path, meta: DrafterMeta) -> None:
+def write_meta(folder: Path, meta: DrafterMeta) -> None:
     """Write drafter.json with its seal."""
-    values = dataclasses.asdict(dataclasses.replace(meta, format=FORMAT))
-    write_json(path / META_FILE, values | {"sealed": digest_of_meta(values)})
+    meta_fields = dataclasses.asdict(dataclasses.replace(meta, format=FORMAT))
+    write_json(folder / META_FILE, meta_fields | {"sealed": digest_of_meta(meta_fields)})
 
 
-def digest_of_meta(values: Mapping[str, Any]) -> str:
+def digest_of_meta(meta_fields: Mapping[str, Any]) -> str:
     """The digest of all in a drafter.json that decides what is drafted, and for which target, wherever that is."""
-    deciding = {key: values[key] for key in values.keys() - {"training", "made_with", "sealed"}}
-    return digest_of(deciding | {"fingerprint": {**values["fingerprint"], "target": "", "revision": None}})
+    deciding_fields = {key: meta_fields[key] for key in meta_fields.keys() - {"training", "made_with", "sealed"}}
+    return digest_of(deciding_fields | {"fingerprint": {**meta_fields["fingerprint"], "target": "", "revision": None}})
 
 
-def read_meta(path: Path | str) -> DrafterMeta:
+def read_meta(folder: Path | str) -> DrafterMeta:
     """drafter.json of a checkpoint directory; raises `UserError` if missing, damaged, altered or of another format."""
-    file = Path(path) / META_FILE
+    file = Path(folder) / META_FILE
     if not file.is_file():
-        raise UserError(f"checkpoint={path}: no {META_FILE} there; expected a drafter directory (outrider eesd)")
-    what, remedy = "drafter description", "restore it, or train the drafter again"
-    values = read_mapping(file, what, remedy)
-    if values.get("format", FORMAT) != FORMAT:
-        raise UserError(f"{file}: format {values['format']}, this version reads {FORMAT}; train the drafter again")
+        raise UserError(f"checkpoint={folder}: no {META_FILE} there; expected a drafter directory (outrider eesd)")
+    content_name, remedy = "drafter description", "restore it, or train the drafter again"
+    meta_fields = read_mapping(file, content_name, remedy)
+    if meta_fields.get("format", FORMAT) != FORMAT:
+        raise UserError(f"{file}: format {meta_fields['format']}, this version reads {FORMAT}; train the drafter again")
     try:
-        meta = construct(DrafterMeta, values)
+        meta = construct(DrafterMeta, meta_fields)
     except UserError as error:
-        raise UserError(f"{file}: damaged {what} ({error}); {remedy}") from None
-    if meta.sealed != digest_of_meta(values):
+        raise UserError(f"{file}: damaged {content_name} ({error}); {remedy}") from None
+    if meta.sealed != digest_of_meta(meta_fields):
         raise UserError(f"{file}: altered after it was written (sealed={meta.sealed!r} is not its digest); {remedy}")
     return meta
 
@@ -163,15 +163,15 @@ def from_pretrained(
     depth = 1 + len({name.split(".")[1] for name in weights if name.startswith("deeper.")})  # after the first
     require(depth == meta.exit_depth, f"{path}: exit_depth", meta.exit_depth, f"{depth}, as it has layers")
     drafter = empty_drafter(meta, config)
-    expected = {
+    model_specs = {
         name: (f"torch.{meta.dtype}" if tensor.is_floating_point() else str(tensor.dtype), *tensor.shape)
         for name, tensor in drafter.state_dict().items()
     }
     in_file = {name: (str(tensor.dtype), *tensor.shape) for name, tensor in weights.items()}
-    if differing := sorted(name for name in {*expected, *in_file} if expected.get(name) != in_file.get(name)):
+    if differing := sorted(name for name in {*model_specs, *in_file} if model_specs.get(name) != in_file.get(name)):
         raise UserError(
             f"checkpoint={path}: tensors do not fit the target, first {differing[0]!r}: "
-            f"stored {in_file.get(differing[0])}, expected {expected.get(differing[0])}"
+            f"stored {in_file.get(differing[0])}, expected {model_specs.get(differing[0])}"
         )
     drafter.load_state_dict({name: move_tensor(tensor, device, dtype) for name, tensor in weights.items()}, assign=True)
     return drafter.requires_grad_(False).eval()
@@ -179,18 +179,18 @@ def from_pretrained(
 
 def empty_drafter(meta: DrafterMeta, config: PreTrainedConfig) -> EarlyExit:
     """The drafter that `meta` describes, for a target of `config`, without weights (on the meta device)."""
-    count = meta.draft_vocabulary
-    tokens = None if count is None else torch.empty(count, dtype=torch.long, device="meta")
+    draft_size = meta.draft_vocabulary
+    draft_tokens = None if draft_size is None else torch.empty(draft_size, dtype=torch.long, device="meta")
     return EarlyExit(
         empty_layers(config, exit_layers(config, meta.exit_layer)), meta.exit_layer, own_head=meta.own_head,
-        own_layer=meta.own_layer, depth=meta.exit_depth, draft_tokens=tokens, parallel=meta.parallel or 0,
+        own_layer=meta.own_layer, depth=meta.exit_depth, draft_tokens=draft_tokens, parallel=meta.parallel or 0,
     )  # fmt: skip
 
 
-def read_draft_tokens(path: Path | str) -> list[int] | None:
-    """The draft vocabulary of the drafter in `path`; None: all tokens. Raises `UserError`."""
-    meta = read_meta(path)
-    return None if meta.draft_vocabulary is None else _read_weights(path, meta)["draft_tokens"].tolist()
+def read_draft_tokens(folder: Path | str) -> list[int] | None:
+    """The draft vocabulary of the drafter in `folder`; None: all tokens. Raises `UserError`."""
+    meta = read_meta(folder)
+    return None if meta.draft_vocabulary is None else _read_weights(folder, meta)["draft_tokens"].tolist()
 
 
 def move_tensor(tensor: Tensor, device: torch.device | str, dtype: torch.dtype) -> Tensor:
@@ -198,22 +198,22 @@ def move_tensor(tensor: Tensor, device: torch.device | str, dtype: torch.dtype) 
     return tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)
 
 
-def require_target(meta: DrafterMeta, fingerprint: Fingerprint, path: Path | str) -> None:
+def require_target(meta: DrafterMeta, fingerprint: Fingerprint, folder: Path | str) -> None:
     """Raise `UserError`, naming every difference, unless the target is the drafter's; warn of unrecorded fields."""
     differences = meta.fingerprint.differences(fingerprint)
     if not differences:
         files = open_tensors(fingerprint.target, fingerprint.revision)
-        names = [name for name in files.file_of if part_of(name) in meta.trained_on]
-        differences = changed_parts(meta.trained_on, files.digests(names, full=True))
+        tensor_names = [name for name in files.file_of if part_of(name) in meta.trained_on]
+        differences = changed_parts(meta.trained_on, files.digests(tensor_names, full=True))
     if differences:
         raise UserError(
-            f"{path} was trained for another target ({meta.fingerprint.target}) than {fingerprint.target}: "
+            f"{folder} was trained for another target ({meta.fingerprint.target}) than {fingerprint.target}: "
             + "; ".join(differences)
             + ". Give the target it was trained for, or train a drafter for this one."
         )
-    if unchecked := sorted(fingerprint.tensors.keys() - meta.fingerprint.tensors.keys()):
-        gap = f"checkpoint={path}: made with no record of the weights in {list_words(unchecked)}"
-        warn(f"{gap}; not checked against {fingerprint.target}")
+    if unchecked_parts := sorted(fingerprint.tensors.keys() - meta.fingerprint.tensors.keys()):
+        warning = f"checkpoint={folder}: made with no record of the weights in {list_words(unchecked_parts)}"
+        warn(f"{warning}; not checked against {fingerprint.target}")
 
 
 def provenance() -> dict[str, str]:
@@ -222,8 +222,8 @@ def provenance() -> dict[str, str]:
     return versions | {"outrider": package_version(), "code": code_version()}
 
 
-def _read_weights(path: Path | str, meta: DrafterMeta) -> dict[str, Tensor]:
-    file = Path(path) / WEIGHTS_FILE
+def _read_weights(folder: Path | str, meta: DrafterMeta) -> dict[str, Tensor]:
+    file = Path(folder) / WEIGHTS_FILE
     weights = load(read_with_digest(file, meta.weights_sha256, "restore it, or train the drafter again"))
     if meta.draft_vocabulary is not None:
         require_tokens(weights.get("draft_tokens"), meta.draft_vocabulary, meta.fingerprint.vocab_size, file)
@@ -241,11 +241,11 @@ def as_causal_lm(drafter: EarlyExit, target: "OpenTarget", dtype: torch.dtype) -
     if drafter.parallel:
         what = f"an early exit that drafts {drafter.parallel} tokens in one pass"
         raise UserError(f"{what}: no engine runs it, as no token stands for its masks; it runs here alone")
-    top_layers = () if isinstance(drafter.layer, NoLayer) else drafter.layers
-    last = target.config.num_hidden_layers - 1
-    model = target.layers([*range(drafter.exit_layer), *(last for _ in top_layers)], dtype=dtype)
-    for layer, trained in zip(decoder_layers(model)[drafter.exit_layer :], top_layers, strict=True):
-        layer.load_state_dict(trained.state_dict(), assign=True)  # the old weights may be the next layer's too
+    drafter_layers = () if isinstance(drafter.layer, NoLayer) else drafter.layers
+    last_index = target.config.num_hidden_layers - 1
+    model = target.layers([*range(drafter.exit_layer), *(last_index for _ in drafter_layers)], dtype=dtype)
+    for layer, trained_layer in zip(decoder_layers(model)[drafter.exit_layer :], drafter_layers, strict=True):
+        layer.load_state_dict(trained_layer.state_dict(), assign=True)  # the old weights may be the next layer's too
     final_norm(model).load_state_dict(drafter.norm.state_dict())
     if drafter.head is None:
         head = model.get_output_embeddings()
@@ -260,24 +260,24 @@ def as_causal_lm(drafter: EarlyExit, target: "OpenTarget", dtype: torch.dtype) -
 @torch.inference_mode()
 def _require_ordinary(model: PreTrainedModel, architecture: str) -> None:
     """Raise `UserError` unless a model made from its config and weights alone computes the same."""
-    ordinary = empty_model(model.config)
-    ordinary.load_state_dict(model.state_dict(), assign=True)
+    rebuilt_model = empty_model(model.config)
+    rebuilt_model.load_state_dict(model.state_dict(), assign=True)
     tokens = torch.arange(min(SHORT, model.config.vocab_size))[None]
-    with stock_attention(model, "eager"), stock_attention(ordinary.eval(), "eager"):
-        if not torch.equal(model(tokens).logits, ordinary(tokens).logits):
+    with stock_attention(model, "eager"), stock_attention(rebuilt_model.eval(), "eager"):
+        if not torch.equal(model(tokens).logits, rebuilt_model(tokens).logits):
             raise UserError(
                 f"architecture {architecture!r}: what a layer computes depends on its number, so an exit's layer "
                 "cannot stand after the first ones of an ordinary model; this drafter runs here alone"
             )
 
 
-def _set_head(model: PreTrainedModel, drafter_head: nn.Linear, tokens: torch.Tensor | None) -> None:
-    """Give `model` the `drafter_head`, which may have rows for `tokens` only. It is not tied to the embedding."""
+def _set_head(model: PreTrainedModel, drafter_head: nn.Linear, draft_tokens: torch.Tensor | None) -> None:
+    """Give `model` the `drafter_head`, which may have rows for `draft_tokens` only. It is not tied to the embedding."""
     head = model.get_output_embeddings()
     assert isinstance(head, nn.Linear)
     for name, parameter in drafter_head.named_parameters():
         rows, target_rows = parameter.detach(), getattr(head, name)
-        full_rows = rows if tokens is None else widen_rows(rows, rows.mean(0), tokens, len(target_rows))
+        full_rows = rows if draft_tokens is None else widen_rows(rows, rows.mean(0), draft_tokens, len(target_rows))
         setattr(head, name, nn.Parameter(full_rows.to(target_rows.dtype), requires_grad=False))
     model.config.tie_word_embeddings = False
 

@@ -56,16 +56,16 @@ class EarlyExit(nn.Module):
         parallel: int = 0,
     ):
         super().__init__()
-        last, parts, head = decoder_layers(model)[-1], spec_of(model), model.get_output_embeddings()
+        last_layer, family_spec, head = decoder_layers(model)[-1], spec_of(model), model.get_output_embeddings()
         assert isinstance(head, nn.Linear)
-        layers: list[nn.Module] = [copy.deepcopy(last) for _ in range(depth)] if own_layer else [NoLayer()]
-        for number, layer in enumerate(layers, exit_layer):
-            number_layer(layer, number)
+        layers: list[nn.Module] = [copy.deepcopy(last_layer) for _ in range(depth)] if own_layer else [NoLayer()]
+        for layer_index, layer in enumerate(layers, exit_layer):
+            number_layer(layer, layer_index)
         self.layer, self.deeper = layers[0], nn.ModuleList(layers[1:])
         self.norm = copy.deepcopy(final_norm(model))
         self.head = _head_rows(head, draft_tokens) if own_head else None
         self.exit_layer, self.vocabulary = exit_layer, model.config.vocab_size
-        self.call, self.rule = parts.calls[-1], parts.logits
+        self.call, self.rule = family_spec.calls[-1], family_spec.logits
         self.window = model.config.sliding_window if self.call.slides else None
         self.register_buffer("draft_tokens", draft_tokens)
         self.parallel = parallel
@@ -115,15 +115,15 @@ class EarlyExit(nn.Module):
         return hidden
 
 
-def _head_rows(head: nn.Linear, tokens: Tensor | None) -> nn.Linear:
-    """A copy of `head`, or of its rows for `tokens`."""
-    if tokens is None:
+def _head_rows(head: nn.Linear, draft_tokens: Tensor | None) -> nn.Linear:
+    """A copy of `head`, or of its rows for `draft_tokens`."""
+    if draft_tokens is None:
         return copy.deepcopy(head)
-    rows = nn.Linear(head.weight.shape[1], len(tokens), bias=head.bias is not None, device="meta")
+    cut_head = nn.Linear(head.weight.shape[1], len(draft_tokens), bias=head.bias is not None, device="meta")
     for name, parameter in (("weight", head.weight), ("bias", head.bias)):  # of a packed head, which has no parameters
         if parameter is not None:
-            setattr(rows, name, nn.Parameter(parameter.detach()[tokens], requires_grad=False))
-    return rows
+            setattr(cut_head, name, nn.Parameter(parameter.detach()[draft_tokens], requires_grad=False))
+    return cut_head
 
 
 USE = """An EESD early-exit drafter: a layer on the first layers of the target, with which it shares their

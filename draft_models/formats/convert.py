@@ -84,8 +84,8 @@ def _open_unchanged(source: str, path: Path, size: int, changed: int) -> "GgufMo
 
 def is_loaded_as_written(source: str, revision: str | None) -> bool:
     """Whether a conversion wrote the tokenizer in `source`: then it is loaded as written, not by its architecture."""
-    file = locate_file(source, revision, TOKENIZER_FILE)
-    fields = read_mapping(file, "description of a tokenizer", "fetch the model again") if file else {}
+    file_path = locate_file(source, revision, TOKENIZER_FILE)
+    fields = read_mapping(file_path, "description of a tokenizer", "fetch the model again") if file_path else {}
     return fields.get(AS_WRITTEN) is True
 
 
@@ -111,16 +111,16 @@ def fetch_folder(source: str, revision: str | None, weight_format: WeightFormat,
 
     if is_local(source):
         return Path(source)
-    patterns = [*DESCRIPTIONS]
+    file_patterns = [*DESCRIPTIONS]
     if weights:
-        is_single = _is_on_hub(source, revision, weight_format.single)
-        index = None if is_single else locate_file(source, revision, weight_format.index)
-        if index is None:
-            patterns.append(weight_format.single)
+        has_single_file = _is_on_hub(source, revision, weight_format.single)
+        index_path = None if has_single_file else locate_file(source, revision, weight_format.index)
+        if index_path is None:
+            file_patterns.append(weight_format.single)
         else:
-            patterns += sorted({weight_format.index, *weight_format.file_of(Path(index)).values()})
+            file_patterns += sorted({weight_format.index, *weight_format.file_of(Path(index_path)).values()})
     try:
-        return Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
+        return Path(snapshot_download(source, revision=revision, allow_patterns=file_patterns))
     except Exception as error:  # any error of the Hub's client
         raise UserError(f"{source}: cannot be fetched ({reason(error)})") from None
 
@@ -137,39 +137,39 @@ def _open_on_hub(source: str, revision: str | None, weights: bool) -> FolderMode
     return FolderModel(source, fetch_folder(source, revision, weight_format, weights=weights), weight_format)
 
 
-def _is_on_hub(source: str, revision: str | None, file: str) -> bool:
+def _is_on_hub(source: str, revision: str | None, file_name: str) -> bool:
     """Whether a Hub repository has a file. If the Hub's client fails, the local cache decides."""
     try:
-        return has_file(source, file, revision=revision)
+        return has_file(source, file_name, revision=revision)
     except Exception:  # any of its errors: a later read reports why the Hub cannot be reached
-        return has_file(source, file, revision=revision, local_files_only=True)
+        return has_file(source, file_name, revision=revision, local_files_only=True)
 
 
-def _format_to_convert(has: Callable[[str], bool], path: Callable[[str], Path]) -> WeightFormat | None:
+def _format_to_convert(exists: Callable[[str], bool], locate: Callable[[str], Path]) -> WeightFormat | None:
     """The format of weights that are read here; None for ordinary safetensors, and if there are no weights."""
-    stored_as = next(
-        (candidate for candidate in (SAFETENSORS, PICKLES) if has(candidate.index) or has(candidate.single)), None
+    weight_format = next(
+        (candidate for candidate in (SAFETENSORS, PICKLES) if exists(candidate.index) or exists(candidate.single)), None
     )
-    return stored_as if stored_as is PICKLES or is_quantised(path(CONFIG_FILE), path(QUANT_FILE)) else None
+    return weight_format if weight_format is PICKLES or is_quantised(locate(CONFIG_FILE), locate(QUANT_FILE)) else None
 
 
 def write_description(original: Original) -> Path:
     """The directory with config and tokenizer of a model, written now or earlier. Raises `UserError`."""
-    stamp = stamp_of(original.files)
-    folder = cache_folder() / stamp
+    digest = stamp_of(original.files)
+    folder = cache_folder() / digest
     if _is_complete(folder):
         return folder
     require_writable(folder.parent, CACHE_VARIABLE)
     try:
-        with Stage(f"describing {original.source} once"), TemporaryDirectory(dir=folder.parent) as part:
-            describe_in(original, written := Path(part, folder.name))
-            if stamp_of(original.files) != stamp:
+        with Stage(f"describing {original.source} once"), TemporaryDirectory(dir=folder.parent) as temp_dir:
+            describe_in(original, new_folder := Path(temp_dir, folder.name))
+            if stamp_of(original.files) != digest:
                 raise UserError(f"{original.source}: changed while it was read; start again when it is whole")
-            write_json(written / RECORD_FILE, {"made_of": original.source, "bytes": _description_bytes(written)})
+            write_json(new_folder / RECORD_FILE, {"made_of": original.source, "bytes": _description_bytes(new_folder)})
             if not _is_complete(folder):  # else another process has written it meanwhile
                 shutil.rmtree(folder, ignore_errors=True)
                 try:
-                    os.rename(written, folder)
+                    os.rename(new_folder, folder)
                 except OSError:
                     if not _is_complete(folder):  # else another process was faster
                         raise
@@ -184,30 +184,30 @@ def cache_folder() -> Path:
 
 def stamp_of(files: Mapping[str, Path]) -> str:
     """A digest that changes with any of the files, from their paths, sizes and times alone."""
-    stats = [(name, str(path.resolve()), path.stat()) for name, path in sorted(files.items())]
-    facts = [_FORM, *((name, path, stat.st_size, stat.st_mtime_ns) for name, path, stat in stats)]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+    file_stats = [(name, str(path.resolve()), path.stat()) for name, path in sorted(files.items())]
+    digest_input = [_FORM, *((name, path, stat.st_size, stat.st_mtime_ns) for name, path, stat in file_stats)]
+    return hashlib.sha256(json.dumps(digest_input).encode()).hexdigest()[:32]
 
 
-def _is_complete(entry: Path) -> bool:
+def _is_complete(folder: Path) -> bool:
     """Whether a description is there, and its files have as many bytes as were written. Raises `UserError`."""
-    record = entry / RECORD_FILE
-    return record.exists() and read_mapping(record, "record of a description", "remove it").get(
+    record_path = folder / RECORD_FILE
+    return record_path.exists() and read_mapping(record_path, "record of a description", "remove it").get(
         "bytes"
-    ) == _description_bytes(entry)
+    ) == _description_bytes(folder)
 
 
-def _description_bytes(entry: Path) -> int:
-    return sum(file.stat().st_size for file in entry.iterdir() if file.name != RECORD_FILE)
+def _description_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir() if file.name != RECORD_FILE)
 
 
 def content_key(original: Original) -> str:
     """sha256 over all files of a model, with their names in it."""
-    digest = hashlib.sha256(f"{type(original).__name__} {_FORM}".encode())
+    hasher = hashlib.sha256(f"{type(original).__name__} {_FORM}".encode())
     for name, path in track_progress(sorted(original.files.items()), f"hashing {original.source}", "files"):
         with path.open("rb") as file:
-            digest.update(f"{name} {hashlib.file_digest(file, 'sha256').hexdigest()}".encode())
-    return digest.hexdigest()[:32]
+            hasher.update(f"{name} {hashlib.file_digest(file, 'sha256').hexdigest()}".encode())
+    return hasher.hexdigest()[:32]
 
 
 def describe_in(original: Original, folder: Path) -> None:
@@ -225,24 +225,24 @@ def write_safetensors(
     shard_bytes: the maximum size of a file, unless it is a single tensor. Existing weight files are kept.
     Raises `UserError` with `remedy` if something cannot be written.
     """
-    parts = folder / _PARTS
-    shutil.rmtree(parts, ignore_errors=True)
+    temp_folder = folder / _PARTS
+    shutil.rmtree(temp_folder, ignore_errors=True)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        describe_in(original, parts)  # an unsupported model is refused before its weights are read
+        describe_in(original, temp_folder)  # an unsupported model is refused before its weights are read
         tensors = original.tensors()
         if dtype is not None:
-            described = read_mapping(parts / CONFIG_FILE, "description of a model", "fetch the model again")
-            described.pop("torch_dtype", None)
-            write_json(parts / CONFIG_FILE, described | {"dtype": str(dtype).removeprefix("torch.")})
-        written = _write_weights(tensors, folder, dtype, shard_bytes, remedy)
-        for file in sorted(parts.iterdir(), key=lambda file: file.name == CONFIG_FILE):
+            config = read_mapping(temp_folder / CONFIG_FILE, "description of a model", "fetch the model again")
+            config.pop("torch_dtype", None)
+            write_json(temp_folder / CONFIG_FILE, config | {"dtype": str(dtype).removeprefix("torch.")})
+        file_count = _write_weights(tensors, folder, dtype, shard_bytes, remedy)
+        for file in sorted(temp_folder.iterdir(), key=lambda file: file.name == CONFIG_FILE):
             os.replace(file, folder / file.name)
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error}); {remedy}") from None
     finally:
-        shutil.rmtree(parts, ignore_errors=True)
-    return written
+        shutil.rmtree(temp_folder, ignore_errors=True)
+    return file_count
 
 
 def _write_weights(
@@ -254,17 +254,17 @@ def _write_weights(
         sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=shard_bytes
     )
     missing_files = {file: names for file, names in plan.filename_to_tensors.items() if not (folder / file).exists()}
-    names = [name for file_names in missing_files.values() for name in file_names]
-    nbytes, free = sum(sizes[name] for name in names), shutil.disk_usage(folder).free
-    if nbytes > free:
-        raise UserError(f"{folder}: {nbytes / 1e9:.1f} GB are to be written, {free / 1e9:.1f} GB are free; {remedy}")
+    names = [name for tensor_names in missing_files.values() for name in tensor_names]
+    new_bytes, free = sum(sizes[name] for name in names), shutil.disk_usage(folder).free
+    if new_bytes > free:
+        raise UserError(f"{folder}: {new_bytes / 1e9:.1f} GB are to be written, {free / 1e9:.1f} GB are free; {remedy}")
     with Stage("writing", len(names), "tensors") as progress:
-        for file, file_names in missing_files.items():
-            weights = {}
-            for name in file_names:
-                weights[name] = tensors[name].read().to(_written_dtype(tensors[name], dtype))
+        for file, tensor_names in missing_files.items():
+            shard_tensors = {}
+            for name in tensor_names:
+                shard_tensors[name] = tensors[name].read().to(_written_dtype(tensors[name], dtype))
                 progress.advance()
-            write_atomically(folder / file, save(weights, metadata={"format": "pt"}), remedy)
+            write_atomically(folder / file, save(shard_tensors, metadata={"format": "pt"}), remedy)
     if plan.is_sharded:
         write_json(folder / INDEX_FILE, {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename})
     return len(plan.filename_to_tensors)

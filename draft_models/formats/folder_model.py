@@ -55,8 +55,8 @@ class FolderModel:
     @property
     def files(self) -> Mapping[str, Path]:
         """The files of its weights and its descriptions, by name."""
-        names = [*(path.name for path in self._descriptions()), *self._by_file()]
-        return {name: self.folder / name for name in names if (self.folder / name).exists()}
+        file_names = [*(path.name for path in self._descriptions()), *self._by_file()]
+        return {name: self.folder / name for name in file_names if (self.folder / name).exists()}
 
     @property
     def quantised(self) -> bool:
@@ -83,10 +83,10 @@ class FolderModel:
     def _open_tensors(self) -> dict[str, Stored]:
         """The tensors as they are stored, scales included."""
         tensors: dict[str, Stored] = {}
-        by_file = self._by_file()
-        for file, names in by_file.items():
+        names_by_file = self._by_file()
+        for file, names in names_by_file.items():
             path = self.folder / file
-            elsewhere = [name for other_file, inside in by_file.items() if other_file != file for name in inside]
+            elsewhere = [name for other_file, inside in names_by_file.items() if other_file != file for name in inside]
             part = self.weight_format.open_part(  # raises unless all `names` and none of `elsewhere` are in the file
                 self.source, file, str(path) if path.exists() else None, names, elsewhere
             )
@@ -96,24 +96,24 @@ class FolderModel:
     def _join_packed(self, tensors: Mapping[str, Stored], packing: Packing) -> dict[str, Stored]:
         """`tensors` with one weight in place of the tensors of each packed layer."""
         layers = packed_layers(packing, tensors, self.source)
-        joined = {name + suffix for name in layers for suffix in (*packing.suffixes, ".weight_shape")}
-        weights = {name: stored for name, stored in tensors.items() if name not in joined}
+        packed_names = {name + suffix for name in layers for suffix in (*packing.suffixes, ".weight_shape")}
+        weights = {name: stored for name, stored in tensors.items() if name not in packed_names}
         for name, layer in layers.items():
             weights[f"{name}.weight"] = Stored(torch.float32, layer.shape, layer.read, layer.codes)
         return weights
 
     def _apply_fp8_scales(self, tensors: dict[str, Stored]) -> dict[str, Stored]:
         """`tensors` with each fp8 weight times its scales, without the scales. Raises `UserError` for other codes."""
-        suffix = fp8_scales(self.folder / CONFIG_FILE, self.folder / QUANT_FILE) or _BLOCK_SCALES
-        scaled = {name for name in tensors if name + suffix in tensors}
-        block = self._read_block() if scaled and suffix == _BLOCK_SCALES else None
-        for name in scaled:
-            weight, scales = tensors[name], tensors[name + suffix]
-            read = partial(apply_scales, weight, scales, block, f"{self.source}: {name}")
+        scale_suffix = fp8_scales(self.folder / CONFIG_FILE, self.folder / QUANT_FILE) or _BLOCK_SCALES
+        scaled_names = {name for name in tensors if name + scale_suffix in tensors}
+        block_dims = self._read_block() if scaled_names and scale_suffix == _BLOCK_SCALES else None
+        for name in scaled_names:
+            weight, scales = tensors[name], tensors[name + scale_suffix]
+            read = partial(apply_scales, weight, scales, block_dims, f"{self.source}: {name}")
             tensors[name] = Stored(torch.float32, weight.shape, read)
-        scales_of_tensors = (f".weight{_TENSOR_SCALE}", *_ACTIVATION_SCALES)
-        scale_ends = (_BLOCK_SCALES,) if suffix == _BLOCK_SCALES else scales_of_tensors
-        weights = {name: stored for name, stored in tensors.items() if not name.endswith(scale_ends)}
+        modelopt_suffixes = (f".weight{_TENSOR_SCALE}", *_ACTIVATION_SCALES)
+        dropped_suffixes = (_BLOCK_SCALES,) if scale_suffix == _BLOCK_SCALES else modelopt_suffixes
+        weights = {name: stored for name, stored in tensors.items() if not name.endswith(dropped_suffixes)}
         require_weights(self.source, weights, config=self.folder / CONFIG_FILE)
         return weights
 
@@ -123,9 +123,9 @@ class FolderModel:
             if path.name != QUANT_FILE:
                 shutil.copyfile(path, folder / path.name)
         if self.quantised:
-            described = read_mapping(self.folder / CONFIG_FILE, "description of a model", "fetch the model again")
-            described.pop("quantization_config", None)
-            write_json(folder / CONFIG_FILE, described)
+            config = read_mapping(self.folder / CONFIG_FILE, "description of a model", "fetch the model again")
+            config.pop("quantization_config", None)
+            write_json(folder / CONFIG_FILE, config)
 
     def prove_decoding(self) -> None:
         """Nothing to compare, unlike `GgufModel`'s: `apply_scales` is the definition of fp8 with scales."""
@@ -136,13 +136,13 @@ class FolderModel:
 
     def _by_file(self) -> dict[str, list[str]]:
         """The names of the tensors in each file, by the index. A single file wins over an index, and gets no names."""
-        index = self.folder / self.weight_format.index
-        if (self.folder / self.weight_format.single).exists() or not index.exists():
+        index_path = self.folder / self.weight_format.index
+        if (self.folder / self.weight_format.single).exists() or not index_path.exists():
             return {self.weight_format.single: []}
-        names_of: dict[str, list[str]] = {}
-        for name, file in self.weight_format.file_of(index).items():
-            names_of.setdefault(file, []).append(name)
-        return names_of
+        names_by_file: dict[str, list[str]] = {}
+        for name, file in self.weight_format.file_of(index_path).items():
+            names_by_file.setdefault(file, []).append(name)
+        return names_by_file
 
     def _read_block(self) -> tuple[int, int]:
         """Rows and columns per scale, from config.json. Raises `UserError`."""
@@ -164,7 +164,7 @@ def require_weights(name: str, tensors: Mapping[str, Stored], config: Path | str
     Codes are integers, or floats of 8 bits. config: the path of config.json, for a model that transformers loads, which
     may know the codes.
     """
-    codes = [tensor for tensor, stored in tensors.items() if _is_code(tensor, stored)]
+    codes = [tensor_name for tensor_name, stored in tensors.items() if _is_code(tensor_name, stored)]
     if codes and not _transformers_dequantises(config):
         kind = next(kind for kind, dtype in TYPES.items() if dtype == tensors[codes[0]].dtype)
         raise UserError(
@@ -181,57 +181,57 @@ def _is_code(name: str, stored: Stored) -> bool:
     return name.endswith(("weight", "_proj")) or is_bias
 
 
-def _transformers_dequantises(config: Path | str | None) -> bool:
+def _transformers_dequantises(config_path: Path | str | None) -> bool:
     """Whether a config.json describes a quantisation that transformers knows; with others it passes over the scales."""
     from transformers.quantizers.auto import AutoHfQuantizer
 
     try:
-        return config is not None and AutoHfQuantizer.supports_quant_method(quantisation_of(Path(config)))
+        return config_path is not None and AutoHfQuantizer.supports_quant_method(quantisation_of(Path(config_path)))
     except (ValueError, TypeError):  # it names no method, or what is no name
         return False
 
 
-def is_quantised(config: Path, quant: Path) -> bool:
+def is_quantised(config_path: Path, quant_path: Path) -> bool:
     """Whether a model has quantised weights that are read here. Raises `UserError` for a damaged description."""
-    return packing_of(quantisation_of(config)) is not None or fp8_scales(config, quant) is not None
+    return packing_of(quantisation_of(config_path)) is not None or fp8_scales(config_path, quant_path) is not None
 
 
-def fp8_scales(config: Path, quant: Path) -> str | None:
+def fp8_scales(config_path: Path, quant_path: Path) -> str | None:
     """The suffix of the scales of a model with fp8 weights; None if it is no such. Raises `UserError`."""
-    quantised = quantisation_of(config, quant)
-    if quantised.get("quant_method") == "fp8" and quantised.get("weight_block_size"):
+    quant_config = quantisation_of(config_path, quant_path)
+    if quant_config.get("quant_method") == "fp8" and quant_config.get("weight_block_size"):
         return _BLOCK_SCALES
-    return _TENSOR_SCALE if quantised.get("quant_algo") == "FP8" else None
+    return _TENSOR_SCALE if quant_config.get("quant_algo") == "FP8" else None
 
 
-def quantisation_of(config: Path, quant_file: Path = Path()) -> Mapping[str, object]:
+def quantisation_of(config_path: Path, quant_file: Path = Path()) -> Mapping[str, object]:
     """The description of a quantisation in config.json, else in ModelOpt's `QUANT_FILE`; empty without one.
 
     Raises `UserError` for a damaged description.
     """
-    for file, key in (config, "quantization_config"), (quant_file, "quantization"):
+    for file, key in (config_path, "quantization_config"), (quant_file, "quantization"):
         if not os.path.isfile(file):  # also of a name that no file can have
             continue
-        quantised = read_mapping(file, "description of a model", "fetch the model again").get(key) or {}
-        if not isinstance(quantised, dict):
-            raise UserError(f"{file}: {key}={quantised!r}: expected a mapping; fetch the model again")
-        if quantised:
-            return quantised
+        quant_config = read_mapping(file, "description of a model", "fetch the model again").get(key) or {}
+        if not isinstance(quant_config, dict):
+            raise UserError(f"{file}: {key}={quant_config!r}: expected a mapping; fetch the model again")
+        if quant_config:
+            return quant_config
     return {}
 
 
-def apply_scales(stored: Stored, stored_scales: Stored, block: tuple[int, int] | None, what: str) -> Tensor:
+def apply_scales(stored: Stored, stored_scales: Stored, block_dims: tuple[int, int] | None, label: str) -> Tensor:
     """The stored weight [n, m] times the scale of each of its blocks, in float32; block None: times its one scale.
 
-    scales: [⌈n / block rows⌉, ⌈m / block columns⌉]; the last blocks may be partial. Raises `UserError` naming `what`.
+    scales: [⌈n / block rows⌉, ⌈m / block columns⌉]; the last blocks may be partial. Raises `UserError` naming `label`.
     """
     weight, scales = stored.read(), stored_scales.read()
     if not weight.is_floating_point() or weight.itemsize > 1:
-        raise UserError(f"{what}: has scales, and is {weight.dtype}: expected floats of 8 bits; fetch the model again")
-    expected = [-(-size // side) for size, side in zip(weight.shape, block, strict=True)] if block else [1]
-    if list(scales.shape or [1]) != expected:
-        raise UserError(f"{what}: scales of shape {list(scales.shape)}: expected {expected}; fetch the model again")
-    if block is None:
+        raise UserError(f"{label}: has scales, and is {weight.dtype}: expected floats of 8 bits; fetch the model again")
+    scale_shape = [-(-size // side) for size, side in zip(weight.shape, block_dims, strict=True)] if block_dims else [1]
+    if list(scales.shape or [1]) != scale_shape:
+        raise UserError(f"{label}: scales of shape {list(scales.shape)}: expected {scale_shape}; fetch the model again")
+    if block_dims is None:
         return weight.float() * scales.float()
-    row_scales = scales.float().repeat_interleave(block[0], 0)[: weight.shape[0]]
-    return weight.float() * row_scales.repeat_interleave(block[1], 1)[:, : weight.shape[1]]
+    row_scales = scales.float().repeat_interleave(block_dims[0], 0)[: weight.shape[0]]
+    return weight.float() * row_scales.repeat_interleave(block_dims[1], 1)[:, : weight.shape[1]]

@@ -77,19 +77,19 @@ def _scale_and_minimum(packed, group):
     """The 6-bit scale and minimum of a group in the 12 bytes of a block of Q4_K or Q5_K."""
     if group < 4:
         return packed[group] & 63, packed[group + 4] & 63
-    low, high = packed[group + 4], packed[group - 4] >> 6
-    return (low & 15) | (high << 4), (low >> 4) | ((packed[group] >> 6) << 4)
+    low_bits, high_bits = packed[group + 4], packed[group - 4] >> 6
+    return (low_bits & 15) | (high_bits << 4), (low_bits >> 4) | ((packed[group] >> 6) << 4)
 
 
-_FOUR, _TWO, _ONE = (np.uint64(bits * 0x0101010101010101) for bits in (15, 3, 1))  # of each of eight bytes
+_FOUR, _TWO, _ONE = (np.uint64(byte_mask * 0x0101010101010101) for byte_mask in (15, 3, 1))  # of each of eight bytes
 
 
 @compile_uncounted
 def _split_nibbles(packed, codes):
     """The lower 4 bits of `packed`, eight bytes a number, then the upper ones."""
-    count = len(packed)
-    for index in range(count):
-        codes[index], codes[count + index] = packed[index] & _FOUR, (packed[index] >> np.uint64(4)) & _FOUR
+    word_count = len(packed)
+    for index in range(word_count):
+        codes[index], codes[word_count + index] = packed[index] & _FOUR, (packed[index] >> np.uint64(4)) & _FOUR
 
 
 @compile_uncounted
@@ -98,9 +98,9 @@ def unpack(kind_number, block, codes, scales, minima):
 
     Returns the byte offsets of the block's two factors: (of the scales, of the minima or −1).
     """
-    eights = codes.view(np.uint64)  # eight codes each
+    code_words = codes.view(np.uint64)  # eight codes each
     if kind_number in (_INT4, _INT4_BY_128):
-        _split_nibbles(block[4:].view(np.uint64), eights)
+        _split_nibbles(block[4:].view(np.uint64), code_words)
         return 0, 2
     if kind_number == _INT8:
         for i in range(32):
@@ -111,30 +111,30 @@ def unpack(kind_number, block, codes, scales, minima):
             codes[i] = block[2 + i] ^ 128  # of a signed number, plus 128
         return 0, -1
     if kind_number in (_Q4_0, _Q5_0):
-        begin = 2 if kind_number == _Q4_0 else 6
-        _split_nibbles(block[begin : begin + 16].view(np.uint64), eights)
+        code_start = 2 if kind_number == _Q4_0 else 6
+        _split_nibbles(block[code_start : code_start + 16].view(np.uint64), code_words)
         if kind_number == _Q5_0:
             for i in range(32):
                 codes[i] |= ((block[2 + i // 8] >> (i % 8)) & 1) << 4
         return 0, -1
     if kind_number == _Q6_K:
-        _unpack_q6_k(block, eights, scales)
+        _unpack_q6_k(block, code_words, scales)
         return 208, -1
-    _unpack_q4_k_or_q5_k(kind_number, block, eights, scales, minima)
+    _unpack_q4_k_or_q5_k(kind_number, block, code_words, scales, minima)
     return 0, 2
 
 
 @compile_uncounted
 def _unpack_q6_k(block, eights, scales):
     """Codes and scales of a block of Q6_K: 128 bytes of lower 4 bits, 64 bytes of upper 2 bits, 16 signed scales."""
-    low, high = block[:128].view(np.uint64), block[128:192].view(np.uint64)
+    low_words, high_words = block[:128].view(np.uint64), block[128:192].view(np.uint64)
     for half in range(2):
         for quarter in range(4):
-            low_by, high_by = np.uint64(4 * (quarter // 2)), np.uint64(2 * quarter)
+            low_shift, high_shift = np.uint64(4 * (quarter // 2)), np.uint64(2 * quarter)
             for index in range(4):
-                upper = (high[4 * half + index] >> high_by) & _TWO
-                lower = (low[8 * half + 4 * (quarter % 2) + index] >> low_by) & _FOUR
-                eights[16 * half + 4 * quarter + index] = lower | (upper << np.uint64(4))
+                upper_bits = (high_words[4 * half + index] >> high_shift) & _TWO
+                lower_bits = (low_words[8 * half + 4 * (quarter % 2) + index] >> low_shift) & _FOUR
+                eights[16 * half + 4 * quarter + index] = lower_bits | (upper_bits << np.uint64(4))
     for group in range(16):
         scales[group] = block[192 + group]
 
@@ -142,16 +142,16 @@ def _unpack_q6_k(block, eights, scales):
 @compile_uncounted
 def _unpack_q4_k_or_q5_k(kind_number, block, eights, scales, minima):
     """Codes, scales and minima of a block of Q4_K or Q5_K. Q5_K also has 32 bytes of fifth bits, one bit a group."""
-    begin = 16 if kind_number == _Q4_K else 48
+    code_at = 16 if kind_number == _Q4_K else 48
     for group in range(8):
         if group % 2 == 0:
-            _split_nibbles(block[begin + 16 * group : begin + 16 * group + 32].view(np.uint64), eights[4 * group :])
+            _split_nibbles(block[code_at + 16 * group : code_at + 16 * group + 32].view(np.uint64), eights[4 * group :])
         scales[group], minima[group] = _scale_and_minimum(block[4:16], group)
     if kind_number == _Q5_K:
-        upper = block[16:48].view(np.uint64)
+        fifth_bits = block[16:48].view(np.uint64)
         for group in range(8):
             for index in range(4):
-                eights[4 * group + index] |= ((upper[index] >> np.uint64(group)) & _ONE) << np.uint64(4)
+                eights[4 * group + index] |= ((fifth_bits[index] >> np.uint64(group)) & _ONE) << np.uint64(4)
 
 
 @compile_function
@@ -161,8 +161,8 @@ def _float16(low, high):
     sign, exponent, mantissa = (bits & 0x8000) << 16, (bits >> 10) & 31, bits & 1023
     value = np.float32(mantissa) * np.float32(2.0**-24)
     if exponent > 0:
-        widened = np.uint32(255 if exponent == 31 else exponent + 112)  # 31: infinite, or no number; 112 = 127 − 15
-        value = np.uint32(widened << 23 | mantissa << 13).view(np.float32)
+        exponent32 = np.uint32(255 if exponent == 31 else exponent + 112)  # 31: infinite, or no number; 112 = 127 − 15
+        value = np.uint32(exponent32 << 23 | mantissa << 13).view(np.float32)
     return -value if sign else value
 
 
@@ -238,15 +238,15 @@ def decode_rows(kind_name: str, raw: Tensor) -> Tensor:
     return weights
 
 
-def in_threads(work: Callable[[int, int], None], count: int, codes_per_row: int) -> None:
+def in_threads(work: Callable[[int, int], None], row_count: int, codes_per_row: int) -> None:
     """work(begin, end) over parts of range(count), of so many codes each, in up to as many threads as PyTorch uses."""
-    threads = max(1, min(torch.get_num_threads(), count * codes_per_row // CODES_OF_A_THREAD))
-    edges = [count * part // threads for part in range(threads + 1)]
-    if threads == 1:
-        work(0, count)
+    thread_count = max(1, min(torch.get_num_threads(), row_count * codes_per_row // CODES_OF_A_THREAD))
+    row_bounds = [row_count * thread_index // thread_count for thread_index in range(thread_count + 1)]
+    if thread_count == 1:
+        work(0, row_count)
     else:
-        for job in [_pool(threads).submit(work, *pair) for pair in pairwise(edges)]:
-            job.result()
+        for future in [_pool(thread_count).submit(work, *row_range) for row_range in pairwise(row_bounds)]:
+            future.result()
 
 
 _pool = lru_cache(1)(ThreadPoolExecutor)  # starting threads takes as long as decoding some rows

@@ -63,9 +63,9 @@ FAMILIES = {  # by ggml's names of architectures; Mistral's models are "llama" t
 }  # fmt: skip
 KEYS = cast(Mapping[str, Mapping[str, str | None]], GGUF_CONFIG_MAPPING)  # of a model type: fields by ggml's keys
 ROPE_FACTORS = "rope_freqs.weight"
-IGNORED = {ROPE_FACTORS}  # tensors that belong to the config, not to the weights
+NO_WEIGHTS = {ROPE_FACTORS}  # tensors that belong to the config, not to the weights
 # Keys that `_config_fields` accepts but does not read: other functions read them, or find their value elsewhere.
-_READ_APART = {
+_SPECIAL_KEYS = {
     "vocab_size", "attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.dimension_count",
     "rope.freq_base", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length",
     "rope.scaling.finetuned", "rope.scale_linear", "tensor_data_layout",
@@ -85,37 +85,37 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 def gguf_config(file: GgufFile) -> PreTrainedConfig:
     """The config of the model in `file`. Raises `UserError` naming a key that is missing or not supported."""
     name = require_family(file)
-    family, layers, heads = FAMILIES[name], _read_layers(file), _read_heads(file)
-    model_type = "mistral" if name == "llama" and _WINDOW in _family_keys(file) else family.model_type
-    keys = {_WINDOW: "sliding_window"} if model_type == "mistral" else family.keys
-    config_fields = {field.name for field in fields(CONFIG_MAPPING[model_type])}
-    values: dict[str, object] = {
+    family, layer_count, heads = FAMILIES[name], _read_layers(file), _read_heads(file)
+    model_type = "mistral" if name == "llama" and _WINDOW in _family_metadata(file) else family.model_type
+    field_of_key = {_WINDOW: "sliding_window"} if model_type == "mistral" else family.keys
+    field_names = {field.name for field in fields(CONFIG_MAPPING[model_type])}
+    field_values: dict[str, object] = {
         **GGUF_CONFIG_DEFAULTS_MAPPING.get(model_type, {}),
-        **_config_fields(file, model_type, keys),
-        **{name: f"blk.0.{part}.bias" in file.tensors for name, part in family.biases.items() if name in config_fields},
+        **_config_fields(file, model_type, field_of_key),
+        **{name: f"blk.0.{part}.bias" in file.tensors for name, part in family.biases.items() if name in field_names},
         "vocab_size": _vocabulary_size(file),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "dtype": _main_dtype(file),
         **read_special_ids(file),
         "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]],  # which serving engines use
     }
-    if "num_key_value_heads" in config_fields:
-        values["num_key_value_heads"] = heads.key_value
+    if "num_key_value_heads" in field_names:
+        field_values["num_key_value_heads"] = heads.key_value
     elif heads.key_value != (1 if model_type == "falcon" else heads.query):  # Falcon's class has 1 by default
         raise UserError(
             f"{file.path}: {name}.attention.head_count_kv={heads.key_value} of {heads.query} heads is not supported; "
             f"{_WAY_OUT}"
         )
-    if "head_dim" in config_fields or heads.width != heads.usual_width:
-        values["head_dim"] = heads.width
-    if "rope_parameters" in config_fields:
-        values["rope_parameters"] = _read_rope(file, heads.width, heads.rotary)
+    if "head_dim" in field_names or heads.width != heads.usual_width:
+        field_values["head_dim"] = heads.width
+    if "rope_parameters" in field_names:
+        field_values["rope_parameters"] = _read_rope(file, heads.width, heads.rotary)
     if model_type == "stablelm":
-        values["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in file.tensors
-    if "query_pre_attn_scalar" in config_fields:  # it has no key
-        values["query_pre_attn_scalar"] = heads.usual_width if (name, layers) in _WIDE_SCALE else heads.width
+        field_values["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in file.tensors
+    if "query_pre_attn_scalar" in field_names:  # it has no key
+        field_values["query_pre_attn_scalar"] = heads.usual_width if (name, layer_count) in _WIDE_SCALE else heads.width
     try:
-        return AutoConfig.for_model(model_type, **values)
+        return AutoConfig.for_model(model_type, **field_values)
     except Exception as error:  # any error of an architecture's config class for unexpected values
         raise UserError(f"{file.path}: no usable metadata ({reason(error)}); convert the model again") from error
 
@@ -135,14 +135,14 @@ def require_family(file: GgufFile) -> str:
 
 def _read_layers(file: GgufFile) -> int:
     """The number of layers. Raises `UserError` for more than the file can hold."""
-    layers, max_layers = _family_count(file, "block_count"), min(MOST_LAYERS, len(file.tensors))
-    if layers > max_layers:  # a config creates lists of this length before its other fields are checked
+    layer_count, max_layers = _family_count(file, "block_count"), min(MOST_LAYERS, len(file.tensors))
+    if layer_count > max_layers:  # a config creates lists of this length before its other fields are checked
         name = file.metadata["general.architecture"]
-        raise UserError(f"{file.path}: {name}.block_count={layers}: expected 1 to {max_layers}; fetch it again")
-    return layers
+        raise UserError(f"{file.path}: {name}.block_count={layer_count}: expected 1 to {max_layers}; fetch it again")
+    return layer_count
 
 
-class _Heads(NamedTuple):
+class _HeadSizes(NamedTuple):
     """The attention heads of a layer."""
 
     query: int  # the number of query heads
@@ -152,22 +152,22 @@ class _Heads(NamedTuple):
     usual_width: int  # the hidden size by the number of query heads
 
 
-def _read_heads(file: GgufFile) -> _Heads:
+def _read_heads(file: GgufFile) -> _HeadSizes:
     """The attention heads. Raises `UserError` for values of another width than keys, and for unsupported rotations."""
     name = str(file.metadata["general.architecture"])
-    query = _family_count(file, "attention.head_count")
-    usual_width = _family_count(file, "embedding_length") // query
-    key_value = _family_count(file, "attention.head_count_kv", query)
-    width = _family_count(file, "attention.key_length", usual_width)
-    rotary = _family_count(file, "rope.dimension_count", width)
-    # transformers stores the share rotary / width, and computes `rotary` from it so
-    is_partial = FAMILIES[name].partial_rotary and int(width * (rotary / width)) == rotary
-    if _family_count(file, "attention.value_length", width) != width or (rotary != width and not is_partial):
+    query_heads = _family_count(file, "attention.head_count")
+    usual_width = _family_count(file, "embedding_length") // query_heads
+    kv_heads = _family_count(file, "attention.head_count_kv", query_heads)
+    head_dim = _family_count(file, "attention.key_length", usual_width)
+    rotary = _family_count(file, "rope.dimension_count", head_dim)
+    # transformers stores the share rotary / head_dim, and computes `rotary` from it so
+    is_partial = FAMILIES[name].partial_rotary and int(head_dim * (rotary / head_dim)) == rotary
+    if _family_count(file, "attention.value_length", head_dim) != head_dim or (rotary != head_dim and not is_partial):
         raise UserError(
             f"{file.path}: {name}.attention.value_length or {name}.rope.dimension_count={rotary} with heads of "
-            f"{width} values; only whole heads of one size are supported"
+            f"{head_dim} values; only whole heads of one size are supported"
         )
-    return _Heads(query=query, key_value=key_value, width=width, rotary=rotary, usual_width=usual_width)
+    return _HeadSizes(query=query_heads, key_value=kv_heads, width=head_dim, rotary=rotary, usual_width=usual_width)
 
 
 def read_special_ids(file: GgufFile) -> dict[str, object]:
@@ -178,14 +178,14 @@ def read_special_ids(file: GgufFile) -> dict[str, object]:
     ids = {key: file.get(f"tokenizer.ggml.{key}_token_id", int, None) for key in ("bos", "eos", "eot", "padding")}
     if ids["eot"] is None and (template := file.get("tokenizer.chat_template", str, None)):
         tokens, types = file.texts("tokenizer.ggml.tokens"), file.get("tokenizer.ggml.token_type", list, [])
-        special = {token: index for index, token in enumerate(tokens[: len(types)]) if types[index] in _NOT_TEXT}
-        ids["eot"] = next((special[token] for token in _TURN_ENDS if token in template and token in special), None)
-    ends = [*dict.fromkeys(ids[name] for name in ("eos", "eot") if ids[name] is not None)]
-    eos = ends if len(ends) > 1 else next(iter(ends), None)
-    return {"bos_token_id": ids["bos"], "eos_token_id": eos, "pad_token_id": ids["padding"]}
+        id_of = {token: index for index, token in enumerate(tokens[: len(types)]) if types[index] in _NOT_TEXT}
+        ids["eot"] = next((id_of[token] for token in _TURN_ENDS if token in template and token in id_of), None)
+    end_ids = [*dict.fromkeys(ids[name] for name in ("eos", "eot") if ids[name] is not None)]
+    eos_value = end_ids if len(end_ids) > 1 else next(iter(end_ids), None)
+    return {"bos_token_id": ids["bos"], "eos_token_id": eos_value, "pad_token_id": ids["padding"]}
 
 
-def _family_keys(file: GgufFile) -> dict[str, MetadataValue]:
+def _family_metadata(file: GgufFile) -> dict[str, MetadataValue]:
     """The metadata with the architecture's prefix that have an effect, by keys without that prefix."""
     prefix = f"{file.metadata['general.architecture']}."
     metadata = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
@@ -198,15 +198,15 @@ def _config_fields(file: GgufFile, model_type: str, keys: Mapping[str, str]) -> 
     keys: `Family.keys`. The file must have the keys of transformers' map, and of `keys` those of epsilons and lengths,
     whose defaults fit one model only. Example: without Gemma 2's "final_logit_softcapping" the config's default stays.
     """
-    metadata, key_map = _family_keys(file), KEYS["gemma3" if model_type == "gemma3_text" else model_type]
+    metadata, key_map = _family_metadata(file), KEYS["gemma3" if model_type == "gemma3_text" else model_type]
     for key, value in metadata.items():
-        if key not in {*key_map, *keys, *_READ_APART}:
+        if key not in {*key_map, *keys, *_SPECIAL_KEYS}:
             raise UserError(
                 f"{file.path}: {file.metadata['general.architecture']}.{key}={value!r} is not supported; it may change "
                 f"what the model computes; {_WAY_OUT}"
             )
-    required = {key for key in keys if key.endswith(("_epsilon", "_length"))} | key_map.keys()
-    read_keys = (required | metadata.keys()) - _READ_APART
+    required_keys = {key for key in keys if key.endswith(("_epsilon", "_length"))} | key_map.keys()
+    read_keys = (required_keys | metadata.keys()) - _SPECIAL_KEYS
     field_of = {key: name for key, name in {**key_map, **keys}.items() if name and key in read_keys}
     return {
         name: (_family_number if key.endswith(_REAL) else _family_count)(file, key) for key, name in field_of.items()
@@ -231,40 +231,40 @@ def _family_number(
 
 def _vocabulary_size(file: GgufFile) -> int:
     """The number of rows of the embedding, which may be padded beyond the tokens."""
-    embedding = file.tensors.get("token_embd.weight")
-    if embedding is None or len(embedding.shape) != 2 or 0 in embedding.shape:
+    embed_location = file.tensors.get("token_embd.weight")
+    if embed_location is None or len(embed_location.shape) != 2 or 0 in embed_location.shape:
         raise UserError(f"{file.path}: holds no matrix 'token_embd.weight'; expected a whole model; fetch it again")
-    return embedding.shape[0]
+    return embed_location.shape[0]
 
 
 def _main_dtype(file: GgufFile) -> str:
     """The type of most of the weights; bfloat16 if they are quantised, since it loses no range."""
     name_of_type = {0: "float32", 1: "float16"}
     weight_counts: dict[str, int] = {}
-    for tensor in file.tensors.values():
-        name = name_of_type.get(tensor.ggml_type, "bfloat16")
-        weight_counts[name] = weight_counts.get(name, 0) + math.prod(tensor.shape)
-    return max(weight_counts, key=lambda name: weight_counts[name])
+    for location in file.tensors.values():
+        dtype_name = name_of_type.get(location.ggml_type, "bfloat16")
+        weight_counts[dtype_name] = weight_counts.get(dtype_name, 0) + math.prod(location.shape)
+    return max(weight_counts, key=lambda dtype_name: weight_counts[dtype_name])
 
 
-def _read_rope(file: GgufFile, head_dim: int, rotary: int) -> dict[str, object]:
-    """`rope_parameters` of the config; transformers' map has only their base. head_dim, rotary: as in `_Heads`.
+def _read_rope(file: GgufFile, head_dim: int, rotary_dims: int) -> dict[str, object]:
+    """`rope_parameters` of the config; transformers' map has only their base. head_dim, rotary: as in `_HeadSizes`.
 
     Raises `UserError` for an unsupported scaling.
     """
     rope = _read_scaling(file, _family_number(file, "rope.freq_base", 10000.0), head_dim)
     family = str(file.metadata["general.architecture"])
     if FAMILIES[family].partial_rotary:
-        return {**rope, "partial_rotary_factor": rotary / head_dim}
+        return {**rope, "partial_rotary_factor": rotary_dims / head_dim}
     if family == "gemma3":  # its layers with a window have another base, and no scaling
-        base = _family_number(file, "rope.freq_base_swa", 10000.0)
-        return {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": base}}
+        local_base = _family_number(file, "rope.freq_base_swa", 10000.0)
+        return {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": local_base}}
     return rope
 
 
 def _read_scaling(file: GgufFile, theta: float, head_dim: int) -> dict[str, object]:
     """The rotary positions of base `theta`, rescaled as the file says."""
-    metadata, family = _family_keys(file), file.metadata["general.architecture"]
+    metadata, family = _family_metadata(file), file.metadata["general.architecture"]
     if ROPE_FACTORS in file.tensors:
         return {"rope_type": "llama3", "rope_theta": theta, **_read_llama3(file, theta, head_dim)}
     scaling_type = metadata.get("rope.scaling.type", "linear" if "rope.scale_linear" in metadata else "none")
@@ -281,16 +281,16 @@ def _read_scaling(file: GgufFile, theta: float, head_dim: int) -> dict[str, obje
 
 def _read_llama3(file: GgufFile, theta: float, head_dim: int) -> dict[str, float]:
     """The Llama 3 scaling whose factors, one per frequency, equal the tensor in the file."""
-    tensor = file.tensors[ROPE_FACTORS]
-    refusal = f"{file.path}: tensor {ROPE_FACTORS!r} holds no rope scaling of Llama 3"
-    if tensor.ggml_type != 0 or tensor.shape != (head_dim // 2,):
-        raise UserError(f"{refusal} (expected {head_dim // 2} values in F32); not supported")
-    factors = np.fromfile(file.path, np.float32, head_dim // 2, offset=tensor.begin)
+    location = file.tensors[ROPE_FACTORS]
+    error_prefix = f"{file.path}: tensor {ROPE_FACTORS!r} holds no rope scaling of Llama 3"
+    if location.ggml_type != 0 or location.shape != (head_dim // 2,):
+        raise UserError(f"{error_prefix} (expected {head_dim // 2} values in F32); not supported")
+    factors = np.fromfile(file.path, np.float32, head_dim // 2, offset=location.begin)
     if len(factors) < head_dim // 2:
         raise UserError(f"{file.path}: ends within tensor {ROPE_FACTORS!r}; fetch it again")
     scaling = {"factor": round(float(factors.max()), 4), **LLAMA3}  # the lowest frequencies are divided by all of it
     if not np.allclose(factors, llama3_factors({"rope_theta": theta, **scaling}, head_dim), rtol=1e-4):
-        raise UserError(f"{refusal} with {LLAMA3}; not supported")
+        raise UserError(f"{error_prefix} with {LLAMA3}; not supported")
     return scaling
 
 

@@ -118,29 +118,29 @@ class _Parser:
             raise UserError(
                 f"{self.path}: GGUF version {version}, supported: {VERSIONS} in little-endian; convert the model again"
             )
-        tensors, keys = self.integer("Q"), self.integer("Q")
+        tensor_count, key_count = self.integer("Q"), self.integer("Q")
         metadata: dict[str, MetadataValue] = {}
-        for _ in range(keys):
+        for _ in range(key_count):
             key = self.name("metadata", metadata)
             metadata[key] = self.value(self.integer("I"))
         locations: dict[str, TensorLocation] = {}
-        for _ in range(tensors):
+        for _ in range(tensor_count):
             name = self.name("list of tensors", locations)
-            dimensions = self.integer("I")
-            if not 1 <= dimensions <= 4:
-                raise self.damage_error(f"{dimensions} dimensions")
-            shape = tuple(self.integer("Q") for _ in range(dimensions))[::-1]
+            dim_count = self.integer("I")
+            if not 1 <= dim_count <= 4:
+                raise self.damage_error(f"{dim_count} dimensions")
+            shape = tuple(self.integer("Q") for _ in range(dim_count))[::-1]
             locations[name] = TensorLocation(name, shape, self.integer("I"), self.integer("Q"))
         self.what, alignment = "general.alignment", metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
             raise self.damage_error(repr(alignment))
-        start = -(-self.at // alignment) * alignment
-        file_locations = {name: replace(location, begin=start + location.begin) for name, location in locations.items()}
+        data_start = -(-self.at // alignment) * alignment
+        file_locations = {name: replace(loc, begin=data_start + loc.begin) for name, loc in locations.items()}
         return GgufFile(self.path, metadata, file_locations)
 
-    def name(self, part: str, earlier_names: Collection[str]) -> str:
+    def name(self, section: str, earlier_names: Collection[str]) -> str:
         """The name of the next key or tensor, which is none of `earlier_names`."""
-        self.what = part
+        self.what = section
         self.what = name = self.text()
         if name in earlier_names:
             raise self.damage_error("it twice")
@@ -153,26 +153,26 @@ class _Parser:
             return self.text()
         if value_type != _ARRAY:
             raise self.damage_error(f"a value of type {value_type}")
-        entry_type, count = self.integer("I"), self.integer("Q")
+        entry_type, entry_count = self.integer("I"), self.integer("Q")
         if entry_type in _SCALARS:
-            return self.numbers(_SCALARS[entry_type], count)
+            return self.numbers(_SCALARS[entry_type], entry_count)
         if entry_type != _STRING:
             raise self.damage_error(f"a list of values of type {entry_type}")
-        return [*self.texts(count)]
+        return [*self.texts(entry_count)]
 
     def text(self) -> str:
         return self.texts(1)[0]
 
-    def texts(self, count: int) -> list[str]:
-        """The next `count` strings. There are several hundred thousand tokens and merges."""
-        content, at, end, texts = self.content, self.at, len(self.content), []
-        for _ in range(count):
-            begin = at + 8
-            at = begin + int.from_bytes(content[at:begin], "little")
-            if at > end:
+    def texts(self, text_count: int) -> list[str]:
+        """The next `text_count` strings. There are several hundred thousand tokens and merges."""
+        content, offset, file_end, texts = self.content, self.at, len(self.content), []
+        for _ in range(text_count):
+            text_start = offset + 8
+            offset = text_start + int.from_bytes(content[offset:text_start], "little")
+            if offset > file_end:
                 raise UserError(f"{self.path}: ends within {self.what}; {_DAMAGED}")
-            texts.append(content[begin:at].decode("utf-8", "replace"))
-        self.at = at
+            texts.append(content[text_start:offset].decode("utf-8", "replace"))
+        self.at = offset
         return texts
 
     def integer(self, struct_code: str) -> int:

@@ -25,7 +25,7 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 from outrider.base.errors import UserError, reason
 from outrider.base.progress import track_progress
 from outrider.draft_models.formats.gguf_codes import CODE_KINDS, CodedRows, decode_rows
-from outrider.draft_models.formats.gguf_config import IGNORED, gguf_config, require_family
+from outrider.draft_models.formats.gguf_config import NO_WEIGHTS, gguf_config, require_family
 from outrider.draft_models.formats.gguf_file import FLOAT_TYPES, GgufFile, TensorLocation, open_gguf
 from outrider.draft_models.formats.gguf_tokenizer import gguf_tokenizer
 from outrider.draft_models.formats.save_model import save_parts
@@ -71,9 +71,9 @@ class GgufModel:
     @property
     def coded(self) -> bool:
         """Whether a CPU multiplies its weights as they are stored: the quantised ones are matrices of `CODE_KINDS`."""
-        tensors = [tensor for tensor in self.file.tensors.values() if tensor.ggml_type not in FLOAT_TYPES]
-        kinds = {_type_and_row_bytes(self.file, tensor)[0].name for tensor in tensors}
-        return bool(kinds) and kinds <= CODE_KINDS.keys() and all(len(tensor.shape) == 2 for tensor in tensors)
+        coded_tensors = [tensor for tensor in self.file.tensors.values() if tensor.ggml_type not in FLOAT_TYPES]
+        kinds = {_type_and_row_bytes(self.file, tensor)[0].name for tensor in coded_tensors}
+        return bool(kinds) and kinds <= CODE_KINDS.keys() and all(len(tensor.shape) == 2 for tensor in coded_tensors)
 
     def tensors(self) -> Mapping[str, Stored]:
         """Its tensors by Hugging Face's names: float32 if they are quantised, else in their own type.
@@ -87,11 +87,11 @@ class GgufModel:
         for name, tensor in track_progress(
             self.file.tensors.items(), f"comparing the decoding of {self.source}", "tensors"
         ):
-            ggml_type, raw = _type_and_row_bytes(self.file, tensor)[0], _map_rows(self.file, tensor)
+            ggml_type, raw_rows = _type_and_row_bytes(self.file, tensor)[0], _map_rows(self.file, tensor)
             if ggml_type.name in CODE_KINDS:
-                rows = raw[:: max(1, len(raw) // _COMPARED)]
-                weights = decode_rows(ggml_type.name, torch.from_numpy(np.ascontiguousarray(rows))).numpy()
-                if not np.array_equal(weights, load_package().quants.dequantize(rows, ggml_type), equal_nan=True):
+                sample = raw_rows[:: max(1, len(raw_rows) // _COMPARED)]
+                weights = decode_rows(ggml_type.name, torch.from_numpy(np.ascontiguousarray(sample))).numpy()
+                if not np.array_equal(weights, load_package().quants.dequantize(sample, ggml_type), equal_nan=True):
                     raise UserError(
                         f"{self.source}: tensor {name!r} ({ggml_type.name}) is decoded to other numbers than the gguf "
                         "package has; report this, and convert the model by that package meanwhile"
@@ -105,20 +105,20 @@ class GgufModel:
         file ends before its last tensor does.
         """
         file = self.file
-        for tensor, following in pairwise(sorted(file.tensors.values(), key=lambda location: location.begin)):
-            if _end_of(file, tensor) > following.begin:
-                raise UserError(f"{file.path}: tensors {tensor.name!r} and {following.name!r} overlap; fetch it again")
+        for tensor, next_loc in pairwise(sorted(file.tensors.values(), key=lambda location: location.begin)):
+            if _end_of(file, tensor) > next_loc.begin:
+                raise UserError(f"{file.path}: tensors {tensor.name!r} and {next_loc.name!r} overlap; fetch it again")
         model, family = _model_on_meta(file), require_family(file)
-        names = tensor_names(model, family)
-        for name in sorted(names.keys() ^ (file.tensors.keys() - IGNORED)):
-            what = "holds no tensor" if name in names else f"has a tensor that {family} models have not:"
-            raise UserError(f"{file.path}: {what} {name!r}; fetch it again, or convert it again")
+        hf_name_of = tensor_names(model, family)
+        for name in sorted(hf_name_of.keys() ^ (file.tensors.keys() - NO_WEIGHTS)):
+            problem = "holds no tensor" if name in hf_name_of else f"has a tensor that {family} models have not:"
+            raise UserError(f"{file.path}: {problem} {name!r}; fetch it again, or convert it again")
         layout = TENSOR_PROCESSORS.get(family, TensorProcessor)(config=model.config.to_dict())
-        parts: dict[str, list[TensorLocation]] = {}
-        for name, parameter in names.items():
-            parts.setdefault(parameter, []).append(file.tensors[name])
+        by_name: dict[str, list[TensorLocation]] = {}
+        for name, hf_name in hf_name_of.items():
+            by_name.setdefault(hf_name, []).append(file.tensors[name])
         state = model.state_dict()
-        return {name: _TensorSource(file, name, tuple(state[name].shape), parts[name], layout) for name in parts}
+        return {name: _TensorSource(file, name, tuple(state[name].shape), by_name[name], layout) for name in by_name}
 
     def describe(self, folder: Path) -> None:
         """Write config, generation config and tokenizer according to its metadata.
@@ -139,9 +139,9 @@ class NextnBlock(GgufModel):
     @cached_property
     def _sources(self) -> "Mapping[str, _TensorSource]":
         tensors, identity = self.file.tensors, TensorProcessor()
-        blocks = tuple({name.partition("nextn.")[0] for name in tensors if ".nextn." in name})
-        parts = {name: part for name, part in tensors.items() if name.startswith(blocks)}
-        return {name: _TensorSource(self.file, name, part.shape, [part], identity) for name, part in parts.items()}
+        block_prefixes = tuple({name.partition("nextn.")[0] for name in tensors if ".nextn." in name})
+        locations = {name: loc for name, loc in tensors.items() if name.startswith(block_prefixes)}
+        return {name: _TensorSource(self.file, name, loc.shape, [loc], identity) for name, loc in locations.items()}
 
 
 def _model_on_meta(file: GgufFile) -> PreTrainedModel:
@@ -160,36 +160,36 @@ def tensor_names(model: PreTrainedModel, family: str) -> dict[str, str]:
     Two of ggml's names may map to one of Hugging Face's: there, gates and values of experts are one matrix.
     """
     load_package()
-    state, tied = model.state_dict(), HEAD if model.config.tie_word_embeddings else None
+    state, tied_name = model.state_dict(), HEAD if model.config.tie_word_embeddings else None
     layout = TENSOR_PROCESSORS.get(family, TensorProcessor)()
     # Without submodules: transformers would search each of them, for seconds, and find the same names again.
     stub = SimpleNamespace(state_dict=lambda: state, named_children=list)
     weights_map = get_gguf_hf_weights_map(stub, layout, family, model.config.num_hidden_layers)
-    names = {name: key for name, key in weights_map.items() if key in state and key != tied}
+    hf_names = {name: key for name, key in weights_map.items() if key in state and key != tied_name}
     # transformers' map lacks the suffix of experts' names
-    return {name if name.endswith((".weight", ".bias")) else f"{name}.weight": key for name, key in names.items()}
+    return {name if name.endswith((".weight", ".bias")) else f"{name}.weight": key for name, key in hf_names.items()}
 
 
 @dataclass(frozen=True)
 class MappedTensor(Stored):
     """A tensor of a GGUF file; a quantised one is float32 when it is read."""
 
-    def pieces(self, ranges: Iterable[tuple[int, int]]) -> Iterator[memoryview]:
+    def pieces(self, byte_ranges: Iterable[tuple[int, int]]) -> Iterator[memoryview]:
         """Its decoded bytes at each (first byte, number of bytes).
 
         Of a coded tensor only the rows with these bytes are decoded. Example: a row of 100 inputs has 400 bytes, so the
         200 bytes from byte 900 on are in row 2, from its byte 100 on.
         """
-        rows = self.codes()
-        if rows is None:
-            yield from super().pieces(ranges)
+        coded_rows = self.codes()
+        if coded_rows is None:
+            yield from super().pieces(byte_ranges)
             return
-        row_bytes = 4 * rows.inputs
-        for begin, piece_bytes in ranges:
-            first_row, end_row = begin // row_bytes, -(-(begin + piece_bytes) // row_bytes)
-            content = rows.decode(first_row, end_row).reshape(-1).view(torch.uint8).numpy().data
-            offset = begin - first_row * row_bytes
-            yield content[offset : offset + piece_bytes]
+        row_bytes = 4 * coded_rows.inputs
+        for first_byte, piece_bytes in byte_ranges:
+            first_row, end_row = first_byte // row_bytes, -(-(first_byte + piece_bytes) // row_bytes)
+            decoded_bytes = coded_rows.decode(first_row, end_row).reshape(-1).view(torch.uint8).numpy().data
+            offset = first_byte - first_row * row_bytes
+            yield decoded_bytes[offset : offset + piece_bytes]
 
 
 @dataclass(frozen=True)
@@ -208,61 +208,61 @@ class _TensorSource:
     def make_stored(self) -> Stored:
         """The tensor, not read yet. Raises `UserError` if it is outside the file, or has another size there."""
         file_bytes = self.file.path.stat().st_size
-        for part in self.parts:
-            if math.prod(part.shape) * len(self.parts) != math.prod(self.shape):
-                raise self._misshapen(part)
-            if _end_of(self.file, part) > file_bytes:
-                raise UserError(f"{self.file.path}: ends within tensor {part.name!r}; fetch it again")
-        kinds = {_type_and_row_bytes(self.file, part)[0].name for part in self.parts}
-        dtype = _PLAIN.get(kinds.pop(), torch.float32) if len(kinds) == 1 else torch.float32
+        for loc in self.parts:
+            if math.prod(loc.shape) * len(self.parts) != math.prod(self.shape):
+                raise self._misshapen(loc)
+            if _end_of(self.file, loc) > file_bytes:
+                raise UserError(f"{self.file.path}: ends within tensor {loc.name!r}; fetch it again")
+        type_names = {_type_and_row_bytes(self.file, loc)[0].name for loc in self.parts}
+        dtype = _PLAIN.get(type_names.pop(), torch.float32) if len(type_names) == 1 else torch.float32
         return MappedTensor(dtype, [*self.shape], lambda: self.read().to(dtype), lambda: self.codes)
 
     @cached_property
     def codes(self) -> CodedRows | None:
         """The weight as the file stores it, if its codes can be multiplied and `layout` moves whole rows only."""
-        part = self.parts[0]
-        ggml_type, _ = _type_and_row_bytes(self.file, part)
+        loc = self.parts[0]
+        ggml_type, _ = _type_and_row_bytes(self.file, loc)
         if len(self.parts) > 1 or len(self.shape) != 2 or ggml_type.name not in CODE_KINDS:
             return None
-        order = self._row_order(part)
-        if order is None:
+        row_order = self._row_order(loc)
+        if row_order is None:
             return None
-        raw, is_same_order = _map_rows(self.file, part), np.array_equal(order, np.arange(len(order)))
-        return CodedRows(ggml_type.name, raw if is_same_order else raw[order])
+        raw_rows, is_same_order = _map_rows(self.file, loc), np.array_equal(row_order, np.arange(len(row_order)))
+        return CodedRows(ggml_type.name, raw_rows if is_same_order else raw_rows[row_order])
 
-    def _row_order(self, part: TensorLocation) -> NDArray[np.int64] | None:
-        """The row of `part` at each index of the result [rows]; None if `layout` changes more than the order of rows.
+    def _row_order(self, loc: TensorLocation) -> NDArray[np.int64] | None:
+        """The row of `loc` at each index of the result [rows]; None if `layout` changes more than the order of rows.
 
         `layout` is tried on a matrix whose row i is (i, i + 0.5). Example: it returns (0, 0.5), (2, 2.5), (1, 1.5); the
         order is 0, 2, 1.
         """
-        rows = np.arange(part.shape[0], dtype=np.float64)[:, None] + np.array([0, 0.5])
-        keys: dict[str, str] = {part.name.removesuffix(".weight"): self.name}
-        moved = self.layout.process(rows, part.name, tensor_key_mapping=keys, parsed_parameters={"tensors": {}}).weights
-        if moved is None or moved.shape != rows.shape:
+        probe = np.arange(loc.shape[0], dtype=np.float64)[:, None] + np.array([0, 0.5])
+        keys: dict[str, str] = {loc.name.removesuffix(".weight"): self.name}
+        moved = self.layout.process(probe, loc.name, tensor_key_mapping=keys, parsed_parameters={"tensors": {}}).weights
+        if moved is None or moved.shape != probe.shape:
             return None
-        order = np.rint(moved[:, 0]).astype(np.int64)
-        is_permutation = np.array_equal(np.sort(order), np.arange(len(rows)))
-        return order if is_permutation and np.array_equal(moved, rows[order]) else None
+        row_order = np.rint(moved[:, 0]).astype(np.int64)
+        is_permutation = np.array_equal(np.sort(row_order), np.arange(len(probe)))
+        return row_order if is_permutation and np.array_equal(moved, probe[row_order]) else None
 
     def read(self) -> Tensor:
         """The tensor in float32, which can hold every value of the other types."""
         joined: dict[str, dict[str, Tensor]] = {"tensors": {}}
-        for part in self.parts:
-            name_map = {part.name.removesuffix(".weight"): self.name}
+        for loc in self.parts:
+            name_map = {loc.name.removesuffix(".weight"): self.name}
             try:
-                tensor = self.layout.process(
-                    _dequantise(self.file, part), part.name, tensor_key_mapping=name_map, parsed_parameters=joined
+                processed = self.layout.process(
+                    _dequantise(self.file, loc), loc.name, tensor_key_mapping=name_map, parsed_parameters=joined
                 )
             except ValueError:  # numpy's, of rows that do not divide into heads
-                raise self._misshapen(part) from None
-            if tensor.name is not None:  # else `layout` has put the part into `joined`
-                joined["tensors"][self.name] = torch.from_numpy(np.ascontiguousarray(tensor.weights))
+                raise self._misshapen(loc) from None
+            if processed.name is not None:  # else `layout` has put the part into `joined`
+                joined["tensors"][self.name] = torch.from_numpy(np.ascontiguousarray(processed.weights))
         return joined["tensors"][self.name].reshape(self.shape)
 
-    def _misshapen(self, part: TensorLocation) -> UserError:
+    def _misshapen(self, loc: TensorLocation) -> UserError:
         return UserError(
-            f"{self.file.path}: tensor {part.name!r} of shape {list(part.shape)}, of which {list(self.shape)} is to "
+            f"{self.file.path}: tensor {loc.name!r} of shape {list(loc.shape)}, of which {list(self.shape)} is to "
             "be made by the metadata; fetch it again"
         )
 
@@ -274,10 +274,10 @@ def _end_of(file: GgufFile, tensor: TensorLocation) -> int:
 
 def _dequantise(file: GgufFile, tensor: TensorLocation) -> NDArray[np.float32]:
     """A tensor of the file as float32, in ggml's layout."""
-    ggml_type, raw = _type_and_row_bytes(file, tensor)[0], _map_rows(file, tensor)
+    ggml_type, raw_rows = _type_and_row_bytes(file, tensor)[0], _map_rows(file, tensor)
     if ggml_type.name in CODE_KINDS:
-        return decode_rows(ggml_type.name, torch.from_numpy(raw)).numpy().reshape(tensor.shape)
-    return load_package().quants.dequantize(np.array(raw), ggml_type).reshape(tensor.shape)
+        return decode_rows(ggml_type.name, torch.from_numpy(raw_rows)).numpy().reshape(tensor.shape)
+    return load_package().quants.dequantize(np.array(raw_rows), ggml_type).reshape(tensor.shape)
 
 
 def _map_rows(file: GgufFile, tensor: TensorLocation) -> NDArray[np.uint8]:

@@ -41,16 +41,16 @@ def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
     try:
         tokenizer = (_make_byte_level if bpe_kind == "gpt2" else _make_sentencepiece)(file, tokens)
         _add_tokens(tokenizer, file, tokens)
-        ids = {name: file.get(f"{_KEY}{key}_token_id", int, None) for name, key in SPECIAL.items()}
-        pairs = [(name, index) for name, index in ids.items() if index is not None]
-        special = {name: _token_of_id(file, tokens, f"{SPECIAL[name]}_token_id", index) for name, index in pairs}
-        tokenizer.post_processor = _make_post_processor(file, bpe_kind, special, tokens)
+        special_ids = {name: file.get(f"{_KEY}{key}_token_id", int, None) for name, key in SPECIAL.items()}
+        pairs = [(name, index) for name, index in special_ids.items() if index is not None]
+        special_tokens = {name: _token_of_id(file, tokens, f"{SPECIAL[name]}_token_id", index) for name, index in pairs}
+        tokenizer.post_processor = _make_post_processor(file, bpe_kind, special_tokens, tokens)
         return PreTrainedTokenizerFast(
             tokenizer_object=tokenizer,
             chat_template=file.get("tokenizer.chat_template", str, None),
             clean_up_tokenization_spaces=False,
             model_max_length=file.get(f"{file.metadata['general.architecture']}.context_length", int, None),
-            **special,
+            **special_tokens,
             **{AS_WRITTEN: True},  # loaded from its tokenizer.json, not made anew by its architecture
         )
     except UserError:
@@ -61,49 +61,49 @@ def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
 
 def _make_byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
     """A byte-level BPE, which cuts texts as the file's "pre" says. Raises `UserError` for an unknown way."""
-    cut_name = file.get(f"{_KEY}pre", str)
-    if cut_name not in PATTERNS:
+    split_name = file.get(f"{_KEY}pre", str)
+    if split_name not in PATTERNS:
         raise UserError(
-            f"{file.path}: {_KEY}pre={cut_name!r}: texts are cut in an unknown way; known: {', '.join(PATTERNS)}"
+            f"{file.path}: {_KEY}pre={split_name!r}: texts are cut in an unknown way; known: {', '.join(PATTERNS)}"
         )
-    merges = [(prefix, suffix) for prefix, _, suffix in (m.partition(" ") for m in file.texts(f"{_KEY}merges"))]
-    pattern = PATTERNS[cut_name]
+    merges = [(prefix, suffix) for prefix, _, suffix in (merge.partition(" ") for merge in file.texts(f"{_KEY}merges"))]
+    pattern = PATTERNS[split_name]
     tokenizer = Tokenizer(models.BPE(vocab=_vocabulary(file, tokens), merges=merges, ignore_merges=pattern == _LLAMA3))
     if pattern == _QWEN2:
         tokenizer.normalizer = normalizers.NFC()
-    pre_tokenizers_of_cut: list[pre_tokenizers.PreTokenizer] = []
+    pre_steps: list[pre_tokenizers.PreTokenizer] = []
     if pattern is not None:
-        pre_tokenizers_of_cut = [pre_tokenizers.Split(Regex(pattern), "isolated")]
-    elif cut_name in ("smollm", "starcoder", "refact"):
-        pre_tokenizers_of_cut = [pre_tokenizers.Digits(individual_digits=True)]
-    elif cut_name == "falcon":
-        pre_tokenizers_of_cut = [pre_tokenizers.Punctuation("contiguous")]
-    pre_tokenizers_of_cut.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None))
-    if cut_name == "falcon":
+        pre_steps = [pre_tokenizers.Split(Regex(pattern), "isolated")]
+    elif split_name in ("smollm", "starcoder", "refact"):
+        pre_steps = [pre_tokenizers.Digits(individual_digits=True)]
+    elif split_name == "falcon":
+        pre_steps = [pre_tokenizers.Punctuation("contiguous")]
+    pre_steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None))
+    if split_name == "falcon":
         by_threes = pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated")
-        pre_tokenizers_of_cut += [pre_tokenizers.Digits(individual_digits=False), by_threes]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(pre_tokenizers_of_cut)
+        pre_steps += [pre_tokenizers.Digits(individual_digits=False), by_threes]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(pre_steps)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
 def _make_sentencepiece(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
     """SentencePiece's BPE: a space is ▁, often with a further ▁ before the text, and unknown letters become bytes."""
-    unknown = file.get(f"{_KEY}unknown_token_id", int, 0)
+    unknown_id = file.get(f"{_KEY}unknown_token_id", int, 0)
     tokenizer = Tokenizer(
         models.BPE(
             vocab=_vocabulary(file, tokens),
             merges=_make_merges(file, tokens),
-            unk_token=_token_of_id(file, tokens, "unknown_token_id", unknown),
+            unk_token=_token_of_id(file, tokens, "unknown_token_id", unknown_id),
             fuse_unk=True,
             byte_fallback=True,
         )
     )
-    prefixed = file.get(f"{_KEY}add_space_prefix", bool, not _is_gemma(file))
-    prepend = [normalizers.Prepend(_SPACE)] if prefixed else []
-    tokenizer.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", _SPACE)])
-    strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
-    decoder_steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    adds_space = file.get(f"{_KEY}add_space_prefix", bool, not _is_gemma(file))
+    prepend_steps = [normalizers.Prepend(_SPACE)] if adds_space else []
+    tokenizer.normalizer = normalizers.Sequence([*prepend_steps, normalizers.Replace(" ", _SPACE)])
+    strip_steps = [decoders.Strip(" ", 1, 0)] if adds_space else []
+    decoder_steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip_steps]
     tokenizer.decoder = decoders.Sequence(decoder_steps)
     return tokenizer
 
@@ -115,21 +115,21 @@ def _make_merges(file: GgufFile, tokens: Sequence[str]) -> list[tuple[str, str]]
     (score −1) and abc (score −2) the merges are (a, b), then (ab, c). Gemma's Hugging Face tokenizers rank merges by
     the id of the joined token, not by its score. There the joined token may be user-defined.
     """
-    stored_scores, types = file.get(f"{_KEY}scores", list), _read_types(file, tokens)
+    stored_scores, token_types = file.get(f"{_KEY}scores", list), _read_types(file, tokens)
     scores = [score for score in stored_scores if isinstance(score, float)]
     if len(scores) != len(tokens):
         raise UserError(f"{file.path}: {_KEY}scores has {len(scores)} values for {len(tokens)} tokens; fetch it again")
-    gemma = _is_gemma(file)
-    merged_types = (_NORMAL, _USER_DEFINED) if gemma else (_NORMAL,)
-    ids = {token: index for index, token in enumerate(tokens) if types[index] in merged_types}
-    merges: list[tuple[float, int, int, int, str, str]] = []  # four numbers to sort by, and the merge
-    for token, index in ids.items():
-        cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
-        for prefix, suffix in cuts:
-            if prefix in ids and suffix in ids:
-                rank = (0.0, index, -len(prefix)) if gemma else (-scores[index], index, ids[prefix])
-                merges.append((*rank, ids[suffix], prefix, suffix))
-    return [(prefix, suffix) for *_, prefix, suffix in sorted(merges)]
+    is_gemma = _is_gemma(file)
+    merged_types = (_NORMAL, _USER_DEFINED) if is_gemma else (_NORMAL,)
+    id_of = {token: token_id for token_id, token in enumerate(tokens) if token_types[token_id] in merged_types}
+    keyed_merges: list[tuple[float, int, int, int, str, str]] = []  # four numbers to sort by, and the merge
+    for token, token_id in id_of.items():
+        splits = ((token[:split_at], token[split_at:]) for split_at in range(1, len(token)))
+        for prefix, suffix in splits:
+            if prefix in id_of and suffix in id_of:
+                sort_key = (0.0, token_id, -len(prefix)) if is_gemma else (-scores[token_id], token_id, id_of[prefix])
+                keyed_merges.append((*sort_key, id_of[suffix], prefix, suffix))
+    return [(prefix, suffix) for *_, prefix, suffix in sorted(keyed_merges)]
 
 
 def _is_gemma(file: GgufFile) -> bool:
@@ -139,27 +139,27 @@ def _is_gemma(file: GgufFile) -> bool:
 def _add_tokens(tokenizer: Tokenizer, file: GgufFile, tokens: Sequence[str]) -> None:
     """Make control and unknown tokens special, and add user-defined tokens, which are never split."""
     types = _read_types(file, tokens)
-    phi3 = file.metadata.get("general.architecture") == "phi3" and file.metadata[f"{_KEY}model"] == "llama"
+    is_phi3 = file.metadata.get("general.architecture") == "phi3" and file.metadata[f"{_KEY}model"] == "llama"
     special = [token for token, token_type in zip(tokens, types, strict=True) if token_type in (_CONTROL, _UNKNOWN)]
-    strips = {*special} - {*_SPACE_AFTER} if phi3 else set[str]()  # these absorb the spaces after them, by no key
+    strips = {*special} - {*_SPACE_AFTER} if is_phi3 else set[str]()  # these absorb the spaces after them, by no key
     tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True, rstrip=t in strips) for t in special])
     user_defined = [token for token, index in _vocabulary(file, tokens).items() if types[index] == _USER_DEFINED]
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in user_defined])
 
 
 def _make_post_processor(
-    file: GgufFile, bpe_kind: str, special: Mapping[str, str], tokens: Sequence[str]
+    file: GgufFile, bpe_kind: str, special_tokens: Mapping[str, str], tokens: Sequence[str]
 ) -> processors.PostProcessor | None:
     """The post-processor that adds BOS and EOS to a text as the file asks; None if there is nothing to do."""
-    added_tokens = []
+    added_by_side = []
     is_llama3 = file.metadata.get(f"{_KEY}pre") in ("llama-bpe", "llama3", "llama-v3")  # its files may have no key
-    begins = bpe_kind == "llama" or (is_llama3 and "bos_token" in special)
-    for side, default in (("bos", begins), ("eos", False)):
+    adds_bos = bpe_kind == "llama" or (is_llama3 and "bos_token" in special_tokens)
+    for side, default in (("bos", adds_bos), ("eos", False)):
         enabled = file.get(f"{_KEY}add_{side}_token", bool, default)
-        if enabled and f"{side}_token" not in special:
+        if enabled and f"{side}_token" not in special_tokens:
             raise UserError(f"{file.path}: {_KEY}add_{side}_token is on, but {_KEY}{side}_token_id is missing")
-        added_tokens.append([special[f"{side}_token"]] if enabled else [])
-    bos, eos = added_tokens
+        added_by_side.append([special_tokens[f"{side}_token"]] if enabled else [])
+    bos, eos = added_by_side
     if not bos and not eos:
         return processors.ByteLevel(trim_offsets=False) if bpe_kind == "gpt2" else None
     ids = _ids_by_token(tokens)
@@ -170,10 +170,10 @@ def _make_post_processor(
     )
 
 
-def _token_of_id(file: GgufFile, tokens: Sequence[str], key: str, index: int) -> str:
-    if not 0 <= index < len(tokens):
-        raise UserError(f"{file.path}: {_KEY}{key}={index} of {len(tokens)} tokens; fetch it again")
-    return tokens[index]
+def _token_of_id(file: GgufFile, tokens: Sequence[str], key: str, token_id: int) -> str:
+    if not 0 <= token_id < len(tokens):
+        raise UserError(f"{file.path}: {_KEY}{key}={token_id} of {len(tokens)} tokens; fetch it again")
+    return tokens[token_id]
 
 
 def _read_types(file: GgufFile, tokens: Sequence[str]) -> Sequence[MetadataValue]:
@@ -192,5 +192,5 @@ def _ids_by_token(tokens: Sequence[str]) -> dict[str, int]:
 def _vocabulary(file: GgufFile, tokens: Sequence[str]) -> dict[str, int]:
     """The vocabulary, without the names [PAD7] by which converters fill the rows of an embedding that no token has."""
     types, in_use = _read_types(file, tokens), {file.metadata.get(f"{_KEY}{key}_token_id") for key in SPECIAL.values()}
-    free = {index for index, kind in enumerate(types) if kind in (_USER_DEFINED, _UNUSED)} - in_use
-    return {token: index for index, token in enumerate(tokens) if index not in free or token != f"[PAD{index}]"}
+    unused_ids = {index for index, token_type in enumerate(types) if token_type in (_USER_DEFINED, _UNUSED)} - in_use
+    return {token: index for index, token in enumerate(tokens) if index not in unused_ids or token != f"[PAD{index}]"}

@@ -40,18 +40,18 @@ def require_gguf(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | 
     if family not in _FAMILIES:
         raise _unsupported_error(f"model_type={config.model_type!r}, other than {', '.join(_FAMILIES)} and mistral")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    sizes = dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), head_dim)
-    fields = {key: name for key, name in KEYS[family].items() if name and not key.startswith("rope.")}
-    values: dict[str, MetadataValue] = {key: getattr(config, name) for key, name in fields.items()} | sizes
-    values["rope.freq_base"] = float(config.rope_parameters["rope_theta"])
+    head_dims = dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), head_dim)
+    field_of = {key: name for key, name in KEYS[family].items() if name and not key.startswith("rope.")}
+    key_values: dict[str, MetadataValue] = {key: getattr(config, name) for key, name in field_of.items()} | head_dims
+    key_values["rope.freq_base"] = float(config.rope_parameters["rope_theta"])
     if config.model_type == "mistral" and config.sliding_window is not None:
         raise _unsupported_error(f"sliding_window={config.sliding_window}, which llama.cpp ignores in a Mistral")
     metadata: dict[str, MetadataValue] = {"general.architecture": family} | {
-        f"{family}.{key}": values[key] for key in values
+        f"{family}.{key}": key_values[key] for key in key_values
     }
     _require_read_back(config, metadata)
-    none: dict[str, MetadataValue] = {"tokenizer.ggml.model": "none"}
-    return metadata | none if tokenizer is None else _add_tokenizer(metadata, tokenizer, config.vocab_size)
+    no_tokenizer: dict[str, MetadataValue] = {"tokenizer.ggml.model": "none"}
+    return metadata | no_tokenizer if tokenizer is None else _add_tokenizer(metadata, tokenizer, config.vocab_size)
 
 
 def write_gguf(
@@ -62,8 +62,8 @@ def write_gguf(
     Raises `UserError` as `require_gguf`.
     """
     metadata, state = require_gguf(model.config, tokenizer), model.state_dict()
-    names = tensor_names(model, str(metadata["general.architecture"]))
-    tensors = {name: state[parameter] for name, parameter in names.items()}
+    hf_name_of = tensor_names(model, str(metadata["general.architecture"]))
+    tensors = {name: state[hf_name] for name, hf_name in hf_name_of.items()}
     write_file(model.config, metadata, tensors, path, block_kind)
 
 
@@ -93,13 +93,13 @@ def write_file(
         writer.add_key_value(key, value, value_type_of[type(value)])
     if config.rope_parameters["rope_type"] == "llama3":
         writer.add_tensor(ROPE_FACTORS, llama3_factors(config.rope_parameters, config.head_dim))
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    head_counts = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     # ggml rotates rows 2i and 2i + 1 of a Llama's head together, transformers rows i and i + head_dim / 2.
-    paired = family.startswith(("llama", "eagle"))
+    rotates_pairs = family.startswith(("llama", "eagle"))
     for name, tensor in tensors.items():
-        part = f".{name}".split(".")[-2]
-        if part in heads and paired:
-            tensor = tensor.unflatten(0, (heads[part], 2, -1)).transpose(1, 2).flatten(0, 2)
+        module_name = f".{name}".split(".")[-2]
+        if module_name in head_counts and rotates_pairs:
+            tensor = tensor.unflatten(0, (head_counts[module_name], 2, -1)).transpose(1, 2).flatten(0, 2)
         array, kind_name = _as_stored(tensor.detach().cpu().contiguous(), block_kind)
         writer.add_tensor(name, array, raw_dtype=kind_name and gguf.GGMLQuantizationType[kind_name])
     writer.write_header_to_file()
@@ -126,44 +126,44 @@ def _require_read_back(config: PreTrainedConfig, metadata: dict[str, MetadataVal
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     names, state = tensor_names(model, str(metadata["general.architecture"])), model.state_dict()
     locations = {name: TensorLocation(name, tuple(state[names[name]].shape), 0, 0) for name in names}  # in float32
-    fields = gguf_config(GgufFile(Path(GGUF_FILE), metadata, locations)).to_dict()
-    expected, rope = config.to_dict(), config.rope_parameters
+    reread_config = gguf_config(GgufFile(Path(GGUF_FILE), metadata, locations)).to_dict()
+    expected_config, rope = config.to_dict(), config.rope_parameters
     if rope["rope_type"] == "llama3" and rope.items() >= LLAMA3.items():  # `write_file` writes it as a tensor
-        expected["rope_parameters"] = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
-    for name in sorted(expected.keys() & fields.keys() - PreTrainedConfig().to_dict().keys() - _FREE):
-        if expected[name] != fields[name]:
-            raise _unsupported_error(f"{name}={expected[name]!r}")
+        expected_config["rope_parameters"] = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    for name in sorted(expected_config.keys() & reread_config.keys() - PreTrainedConfig().to_dict().keys() - _FREE):
+        if expected_config[name] != reread_config[name]:
+            raise _unsupported_error(f"{name}={expected_config[name]!r}")
 
 
 def _add_tokenizer(
-    metadata: dict[str, MetadataValue], tokenizer: PreTrainedTokenizerBase, rows: int
+    metadata: dict[str, MetadataValue], tokenizer: PreTrainedTokenizerBase, n_rows: int
 ) -> dict[str, MetadataValue]:
-    """`metadata` with the tokenizer's, for an embedding of `rows` rows.
+    """`metadata` with the tokenizer's, for an embedding of `n_rows` rows.
 
     Each known way to cut texts, by its name in `PATTERNS`, is tried: what it writes is read again and must give equal
     rules and ids. Raises `UserError` if no way does.
     """
-    base = metadata | _token_metadata(tokenizer, rows)
+    base = metadata | _token_metadata(tokenizer, n_rows)
     backend = tokenizer.backend_tokenizer
-    model = json.loads(backend.to_str())["model"]
-    if model.get("byte_fallback"):  # SentencePiece's BPE: merges go by score, and ids are in their order
-        base |= {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [-float(index) for index in range(rows)]}
+    bpe = json.loads(backend.to_str())["model"]
+    if bpe.get("byte_fallback"):  # SentencePiece's BPE: merges go by score, and ids are in their order
+        base |= {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [-float(index) for index in range(n_rows)]}
         candidates: list[dict[str, MetadataValue]] = [
-            {"tokenizer.ggml.add_space_prefix": prefixed} for prefixed in (True, False)
+            {"tokenizer.ggml.add_space_prefix": adds_space} for adds_space in (True, False)
         ]
     else:
-        merges: list[MetadataValue] = [" ".join(merge) for merge in model.get("merges", ())]
+        merges: list[MetadataValue] = [" ".join(merge) for merge in bpe.get("merges", ())]
         if not merges:
             raise _unsupported_error("a tokenizer without merges")
         base |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": merges}
-        candidates = [{"tokenizer.ggml.pre": cut} for cut in PATTERNS]
-    text, rules = _PROBE + _PROBE.join(tokenizer.get_added_vocab()), _read_rules(tokenizer)
+        candidates = [{"tokenizer.ggml.pre": split_name} for split_name in PATTERNS]
+    probe_text, rules = _PROBE + _PROBE.join(tokenizer.get_added_vocab()), _read_rules(tokenizer)
     for candidate in candidates:
         reread = gguf_tokenizer(GgufFile(Path(GGUF_FILE), base | candidate, {}))
-        if _read_rules(reread) == rules and _encode(reread, [text]) == _encode(tokenizer, [text]):
-            words = backend.decode_batch([[index] for index in range(rows)], skip_special_tokens=False)
-            forms = [form for word in words for form in (word, f" {word}", f"a{word}b")]
-            if _encode(reread, forms) == _encode(tokenizer, forms):
+        if _read_rules(reread) == rules and _encode(reread, [probe_text]) == _encode(tokenizer, [probe_text]):
+            token_texts = backend.decode_batch([[index] for index in range(n_rows)], skip_special_tokens=False)
+            variants = [variant for token in token_texts for variant in (token, f" {token}", f"a{token}b")]
+            if _encode(reread, variants) == _encode(tokenizer, variants):
                 return base | candidate
     raise _unsupported_error(
         f"a tokenizer that cuts, changes or merges texts otherwise than {', '.join(PATTERNS)}, SentencePiece"
@@ -172,24 +172,24 @@ def _add_tokenizer(
 
 def _read_rules(tokenizer: PreTrainedTokenizerBase) -> list[object]:
     """The steps before merges, and the merges that can apply: together they decide the ids of any text."""
-    state = json.loads(tokenizer.backend_tokenizer.to_str())
-    model, steps = state["model"], [*_flatten_steps(state["normalizer"]), *_flatten_steps(state["pre_tokenizer"])]
-    if model.get("byte_fallback"):  # every space is a ▁ before a text is cut
+    parsed = json.loads(tokenizer.backend_tokenizer.to_str())
+    bpe, steps = parsed["model"], [*_flatten_steps(parsed["normalizer"]), *_flatten_steps(parsed["pre_tokenizer"])]
+    if bpe.get("byte_fallback"):  # every space is a ▁ before a text is cut
         steps = [step for step in steps if step["type"] != "Split" or step["pattern"] != {"String": " "}]
     unmerged_tokens = {*tokenizer.get_added_vocab(), *_BYTES}
-    return [steps, [merge for merge in model.get("merges", ()) if not {*merge, "".join(merge)} & unmerged_tokens]]
+    return [steps, [merge for merge in bpe.get("merges", ()) if not {*merge, "".join(merge)} & unmerged_tokens]]
 
 
-def _flatten_steps(part: TokenizerStep | None) -> list[TokenizerStep]:
+def _flatten_steps(component: TokenizerStep | None) -> list[TokenizerStep]:
     """A normalizer or a pre-tokenizer, which may be a sequence, as a list of steps."""
-    if part is None:
+    if component is None:
         return []
-    if part["type"] == "Sequence":
-        members = cast(list[TokenizerStep], part.get("normalizers") or part.get("pretokenizers") or [])
+    if component["type"] == "Sequence":
+        members = cast(list[TokenizerStep], component.get("normalizers") or component.get("pretokenizers") or [])
         return [step for member in members for step in _flatten_steps(member)]
-    if part == {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": False}:
+    if component == {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": False}:
         return [{"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
-    return [{key: value for key, value in part.items() if key != "trim_offsets"}]
+    return [{key: value for key, value in component.items() if key != "trim_offsets"}]
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
@@ -198,23 +198,23 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[i
 
 def _token_metadata(tokenizer: PreTrainedTokenizerBase, row_count: int) -> dict[str, MetadataValue]:
     """The tokens with their types, the ids of the special ones, and the chat template."""
-    pieces, added = {index: piece for piece, index in tokenizer.get_vocab().items()}, tokenizer.added_tokens_decoder
-    if max(pieces) >= row_count:
-        raise _unsupported_error(f"{max(pieces) + 1} tokens of a model with vocab_size={row_count}")
+    tokens, added = {index: token for token, index in tokenizer.get_vocab().items()}, tokenizer.added_tokens_decoder
+    if max(tokens) >= row_count:
+        raise _unsupported_error(f"{max(tokens) + 1} tokens of a model with vocab_size={row_count}")
     metadata: dict[str, MetadataValue] = {
-        f"{_KEY}tokens": [pieces.get(index, f"[PAD{index}]") for index in range(row_count)],
+        f"{_KEY}tokens": [tokens.get(index, f"[PAD{index}]") for index in range(row_count)],
         f"{_KEY}token_type": [
-            _UNUSED if index not in pieces
+            _UNUSED if index not in tokens
             else (_CONTROL if added[index].special else _USER_DEFINED) if index in added
-            else _BYTE if pieces[index] in _BYTES
+            else _BYTE if tokens[index] in _BYTES
             else _NORMAL
             for index in range(row_count)
         ],
     }  # fmt: skip
-    for name, word in SPECIAL.items():
+    for name, ggml_name in SPECIAL.items():
         if (index := getattr(tokenizer, f"{name}_id")) is not None:
-            metadata[f"{_KEY}{word}_token_id"] = index
-    ids, bare_ids = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
+            metadata[f"{_KEY}{ggml_name}_token_id"] = index
+    ids, bare_ids = (tokenizer("a", add_special_tokens=add_special)["input_ids"] for add_special in (True, False))
     metadata[f"{_KEY}add_bos_token"] = ids[:1] != bare_ids[:1]
     metadata[f"{_KEY}add_eos_token"] = ids[-1:] != bare_ids[-1:]
     if isinstance(tokenizer.chat_template, str):
@@ -222,8 +222,8 @@ def _token_metadata(tokenizer: PreTrainedTokenizerBase, row_count: int) -> dict[
     return metadata
 
 
-def _unsupported_error(what: str) -> UserError:
+def _unsupported_error(feature: str) -> UserError:
     return UserError(
-        f"GGUF: not supported here: {what}; export it for engine=transformers, or try llama.cpp's own "
+        f"GGUF: not supported here: {feature}; export it for engine=transformers, or try llama.cpp's own "
         "convert_hf_to_gguf.py"
     )

@@ -23,13 +23,13 @@ def model_name(source: str) -> str:
     if not is_local(source):
         return source
     path = Path(source).expanduser().absolute()
-    snapshot = _SNAPSHOT.search(path.as_posix())
-    if snapshot is not None:
-        return f"{snapshot[1]}/{snapshot[2]}"
-    in_files: object = None
+    snapshot_match = _SNAPSHOT.search(path.as_posix())
+    if snapshot_match is not None:
+        return f"{snapshot_match[1]}/{snapshot_match[2]}"
+    stored_name: object = None
     with suppress(UserError, OSError):
-        in_files = _name_in_files(path)
-    name = escape_controls(" ".join(in_files[:200].split())) if isinstance(in_files, str) else ""
+        stored_name = _name_in_files(path)
+    name = escape_controls(" ".join(stored_name[:200].split())) if isinstance(stored_name, str) else ""
     return name if re.search(r"\w", name) else path.name.removesuffix(".gguf") or source
 
 
@@ -40,7 +40,7 @@ def write_name(folder: Path, name: str) -> None:
 
 
 def _name_in_files(path: Path) -> object:
-    if (gguf := find_gguf(str(path))) is not None:
-        return open_gguf(gguf).metadata.get("general.name")
-    field = read_mapping(path / CONFIG_FILE, "description of a model", "").get(FIELD)
-    return field if isinstance(field, str) and _HUB_NAME.fullmatch(field) else None
+    if (gguf_path := find_gguf(str(path))) is not None:
+        return open_gguf(gguf_path).metadata.get("general.name")
+    stated_name = read_mapping(path / CONFIG_FILE, "description of a model", "").get(FIELD)
+    return stated_name if isinstance(stated_name, str) and _HUB_NAME.fullmatch(stated_name) else None

@@ -47,38 +47,38 @@ class Packing(NamedTuple):
         return self.weight, self.scale, self.zero, self.group_of
 
 
-def packing_of(quantised: Mapping[str, object]) -> Packing | None:
+def packing_of(quant_config: Mapping[str, object]) -> Packing | None:
     """The packing that a `quantization_config` describes; None if it is none that is read here."""
-    method, bits = quantised.get("quant_method"), quantised.get("bits")
+    method, bits = quant_config.get("quant_method"), quant_config.get("bits")
     if method == "compressed-tensors":
-        bits = _read_bits(quantised.get("config_groups"))
+        bits = _read_bits(quant_config.get("config_groups"))
     if not isinstance(bits, int) or bits not in (4, 8):
         return None
-    if method == "compressed-tensors" and quantised.get("format") == "pack-quantized":
+    if method == "compressed-tensors" and quant_config.get("format") == "pack-quantized":
         return Packing(method, bits, False, ".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_g_idx")
-    gemm = str(quantised.get("version", "gemm")).lower() == "gemm"
-    if method == "gptq" or (method == "awq" and bits == 4 and gemm):
-        less_one = method == "gptq" and quantised.get("checkpoint_format", "gptq") != "gptq_v2"
-        return Packing(method, bits, less_one, ".qweight", ".scales", ".qzeros", ".g_idx")
+    is_gemm = str(quant_config.get("version", "gemm")).lower() == "gemm"
+    if method == "gptq" or (method == "awq" and bits == 4 and is_gemm):
+        zeros_less_one = method == "gptq" and quant_config.get("checkpoint_format", "gptq") != "gptq_v2"
+        return Packing(method, bits, zeros_less_one, ".qweight", ".scales", ".qzeros", ".g_idx")
     return None
 
 
-def runs_as_stored(quantised: Mapping[str, object]) -> bool:
+def runs_as_stored(quant_config: Mapping[str, object]) -> bool:
     """Whether a CPU multiplies these integers as they are stored (see `PackedLayer.codes`), as far as this tells."""
-    groups = quantised.get("config_groups")
-    parts = [*groups.values()] if isinstance(groups, dict) else [{"weights": quantised}]
-    weights = [kind for part in parts if isinstance(part, dict) and isinstance(kind := part.get("weights"), dict)]
-    are_adjacent = not any(kind.get("desc_act") or kind.get("actorder") in ("group", "dynamic") for kind in weights)
-    sizes = [size for kind in weights if isinstance(size := kind.get("group_size"), int) and size > 0]
-    return packing_of(quantised) is not None and are_adjacent and not any(size % 32 for size in sizes)
+    config_groups = quant_config.get("config_groups")
+    groups = [*config_groups.values()] if isinstance(config_groups, dict) else [{"weights": quant_config}]
+    specs = [spec for group in groups if isinstance(group, dict) and isinstance(spec := group.get("weights"), dict)]
+    are_adjacent = not any(spec.get("desc_act") or spec.get("actorder") in ("group", "dynamic") for spec in specs)
+    group_sizes = [size for spec in specs if isinstance(size := spec.get("group_size"), int) and size > 0]
+    return packing_of(quant_config) is not None and are_adjacent and not any(size % 32 for size in group_sizes)
 
 
-def _read_bits(groups: object) -> object:
+def _read_bits(config_groups: object) -> object:
     """The bits of the integer weights of `config_groups`; None if they differ, or some are no integers."""
-    parts = [*groups.values()] if isinstance(groups, dict) else []
-    weights = [part.get("weights") if isinstance(part, dict) else None for part in parts]
-    bits = [kind.get("num_bits") for kind in weights if isinstance(kind, dict) and kind.get("type", "int") == "int"]
-    return bits[0] if bits and bits == bits[:1] * len(parts) else None
+    groups = [*config_groups.values()] if isinstance(config_groups, dict) else []
+    specs = [group.get("weights") if isinstance(group, dict) else None for group in groups]
+    bit_widths = [spec.get("num_bits") for spec in specs if isinstance(spec, dict) and spec.get("type", "int") == "int"]
+    return bit_widths[0] if bit_widths and bit_widths == bit_widths[:1] * len(groups) else None
 
 
 class PackedLayer(NamedTuple):
@@ -91,15 +91,15 @@ class PackedLayer(NamedTuple):
     @property
     def shape(self) -> list[int]:
         """[out, in] of its weight."""
-        (rows, columns), codes_of_word = self.parts[self.packing.weight].shape, 32 // self.packing.bits
+        (rows, columns), codes_per_word = self.parts[self.packing.weight].shape, 32 // self.packing.bits
         if self.packing.method == "gptq":
-            return [columns, rows * codes_of_word]
-        return [columns * codes_of_word, rows] if self.packing.method == "awq" else [rows, columns * codes_of_word]
+            return [columns, rows * codes_per_word]
+        return [columns * codes_per_word, rows] if self.packing.method == "awq" else [rows, columns * codes_per_word]
 
     def read(self) -> Tensor:
         """Its weight, float32 [out, in]. Raises `UserError`."""
-        codes, zeros, scales, group = self._unpack()
-        return ((codes - zeros[:, group]).float() * scales[:, group]).contiguous()  # AWQ stores it transposed
+        codes, zeros, scales, group_ids = self._unpack()
+        return ((codes - zeros[:, group_ids]).float() * scales[:, group_ids]).contiguous()  # AWQ stores it transposed
 
     def codes(self) -> "CodedRows | None":
         """Its rows in blocks of `CODE_KINDS`; None if a group's inputs are not adjacent, or a scale is no float16.
@@ -109,12 +109,12 @@ class PackedLayer(NamedTuple):
         """
         from outrider.draft_models.formats.gguf_codes import CodedRows  # compiles: only where it is used
 
-        codes, zeros, scales, group = self._unpack()
-        inputs, group_size = codes.shape[1], codes.shape[1] // scales.shape[1]
+        codes, zeros, scales, group_ids = self._unpack()
+        input_count, group_size = codes.shape[1], codes.shape[1] // scales.shape[1]
         block_size = 128 if self.packing.bits == 4 and group_size % 128 == 0 else 32
         if group_size % block_size or not torch.equal(scales.half().float(), scales):
             return None
-        if not torch.equal(group, torch.arange(inputs) // group_size):
+        if not torch.equal(group_ids, torch.arange(input_count) // group_size):
             return None
         factors = torch.stack([scales, zeros.float()], -1).half()  # [out, groups, 2]
         factors = factors.repeat_interleave(group_size // block_size, 1)  # [out, blocks, 2]
@@ -135,14 +135,14 @@ class PackedLayer(NamedTuple):
             assert zeros is not None  # see `packed_layers`
             codes = _unpack_words(packed.mT, packing) if packing.method == "gptq" else _unpack_words(packed, packing).mT
             scales, zero = scales.mT, _unpack_words(zeros, packing).mT + packing.zeros_less_one
-        (outputs, inputs), groups = codes.shape, scales.shape[-1]
-        if scales.shape != (outputs, groups) or zero.shape not in (scales.shape, ()) or inputs % max(1, groups):
+        (out_dim, in_dim), n_groups = codes.shape, scales.shape[-1]
+        if scales.shape != (out_dim, n_groups) or zero.shape not in (scales.shape, ()) or in_dim % max(1, n_groups):
             raise UserError(
-                f"{self.name}: scales {[*scales.shape]} and zeros {[*zero.shape]} for a weight {[outputs, inputs]}: "
+                f"{self.name}: scales {[*scales.shape]} and zeros {[*zero.shape]} for a weight {[out_dim, in_dim]}: "
                 "expected one for each output and group of inputs; fetch the model again"
             )
-        group = tensors.get(packing.group_of, torch.arange(inputs) // (inputs // groups)).long()
-        return codes, zero.expand(scales.shape), scales, group
+        group_ids = tensors.get(packing.group_of, torch.arange(in_dim) // (in_dim // n_groups)).long()
+        return codes, zero.expand(scales.shape), scales, group_ids
 
 
 def packed_layers(packing: Packing, tensors: "Mapping[str, Stored]", source: str) -> dict[str, PackedLayer]:
@@ -150,10 +150,10 @@ def packed_layers(packing: Packing, tensors: "Mapping[str, Stored]", source: str
     layers = {}
     suffixes = {packing.scale} if packing.method == "compressed-tensors" else {packing.scale, packing.zero}
     for name in [key.removesuffix(packing.weight) for key in tensors if key.endswith(packing.weight)]:
-        parts = {suffix: tensors[name + suffix] for suffix in packing.suffixes if name + suffix in tensors}
-        if suffixes - parts.keys() or len(parts[packing.weight].shape) != 2:
+        by_suffix = {suffix: tensors[name + suffix] for suffix in packing.suffixes if name + suffix in tensors}
+        if suffixes - by_suffix.keys() or len(by_suffix[packing.weight].shape) != 2:
             raise UserError(f"{source}: {name}: expected packed rows, {' and '.join(sorted(suffixes))}; fetch it again")
-        layers[name] = PackedLayer(packing, parts, f"{source}: {name}")
+        layers[name] = PackedLayer(packing, by_suffix, f"{source}: {name}")
     return layers
 
 

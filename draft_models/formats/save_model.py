@@ -18,8 +18,8 @@ def save_parts(
     """Save a model, tokenizer or config of transformers to `folder`, for its versions 4 and 5. Files get usual modes;
     safetensors' own are private. Raises `UserError` if they cannot be written."""
     try:
-        for part in parts:
-            part.save_pretrained(folder)
+        for component in parts:
+            component.save_pretrained(folder)
     except Exception as error:  # libraries in Rust raise their own classes, or a bare Exception
         if not isinstance(error, OSError) and "os error" not in str(error):
             raise
@@ -32,9 +32,9 @@ def save_parts(
 
 def for_older_readers(folder: Path) -> None:
     """Add to a model's descriptions in `folder` what transformers 4 reads, and version 5 writes otherwise."""
-    for name, older in ("config.json", with_older_rope), ("tokenizer_config.json", _with_older_names):
+    for name, convert in ("config.json", with_older_rope), ("tokenizer_config.json", _with_older_names):
         with suppress(UserError):  # missing, or damaged: a later read says so
-            write_json(folder / name, older(read_mapping(folder / name, "description", "save the model again")))
+            write_json(folder / name, convert(read_mapping(folder / name, "description", "save the model again")))
 
 
 def with_older_rope(config: dict[str, object]) -> dict[str, object]:
@@ -44,17 +44,17 @@ def with_older_rope(config: dict[str, object]) -> dict[str, object]:
     `rope_parameters`. In version 4, layers with a window have a base of their own (Gemma 3).
     """
     config = {key: with_older_rope(value) if isinstance(value, dict) else value for key, value in config.items()}
-    rope, kind = config.get("rope_parameters"), str(config.get("model_type"))
-    by_layer_type = isinstance(rope, dict) and any(isinstance(value, dict) for value in rope.values())
-    if not isinstance(rope, dict) or (by_layer_type and not kind.startswith(("gemma3", "olmo3"))):
+    rope, arch = config.get("rope_parameters"), str(config.get("model_type"))
+    has_layer_types = isinstance(rope, dict) and any(isinstance(value, dict) for value in rope.values())
+    if not isinstance(rope, dict) or (has_layer_types and not arch.startswith(("gemma3", "olmo3"))):
         return config  # without a rope, or of an architecture that version 4 does not have
-    base, part = ("rotary_emb_base", "rotary_pct") if kind == "gpt_neox" else ("rope_theta", "partial_rotary_factor")
-    scaling = dict(rope.get("full_attention") or rope)
-    older = {base: scaling.pop("rope_theta", None), part: scaling.pop("partial_rotary_factor", None)}
-    if kind.startswith("gemma3"):
-        older["rope_local_base_freq"] = (rope.get("sliding_attention") or {}).get("rope_theta")
-    older["rope_scaling"] = None if scaling.get("rope_type", "default") == "default" else scaling
-    return {**{key: value for key, value in older.items() if value is not None}, **config}
+    base, part = ("rotary_emb_base", "rotary_pct") if arch == "gpt_neox" else ("rope_theta", "partial_rotary_factor")
+    full_rope = dict(rope.get("full_attention") or rope)
+    old_fields = {base: full_rope.pop("rope_theta", None), part: full_rope.pop("partial_rotary_factor", None)}
+    if arch.startswith("gemma3"):
+        old_fields["rope_local_base_freq"] = (rope.get("sliding_attention") or {}).get("rope_theta")
+    old_fields["rope_scaling"] = None if full_rope.get("rope_type", "default") == "default" else full_rope
+    return {**{key: value for key, value in old_fields.items() if value is not None}, **config}
 
 
 def _with_older_names(config: dict[str, object]) -> dict[str, object]:

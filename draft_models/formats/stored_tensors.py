@@ -59,11 +59,11 @@ class Stored:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def pieces(self, ranges: Iterable[tuple[int, int]]) -> Iterator[memoryview]:
+    def pieces(self, byte_ranges: Iterable[tuple[int, int]]) -> Iterator[memoryview]:
         """Its bytes at each (first byte, number of bytes); no others of a mapped safetensors file are read."""
-        content = self.read().reshape(-1).view(torch.uint8).numpy().data
-        for at, size in ranges:
-            yield content[at : at + size]
+        all_bytes = self.read().reshape(-1).view(torch.uint8).numpy().data
+        for offset, piece_bytes in byte_ranges:
+            yield all_bytes[offset : offset + piece_bytes]
 
 
 def open_safetensors(path: str) -> Mapping[str, Stored]:
@@ -71,12 +71,12 @@ def open_safetensors(path: str) -> Mapping[str, Stored]:
     with name_unreadable(path, "safetensors file"):
         handle = safe_open(path, framework="pt")  # compares its header with the length of the file
         slices = {name: handle.get_slice(name) for name in handle.offset_keys()}
-        described = {name: (tensor.get_dtype(), tensor.get_shape()) for name, tensor in slices.items()}
-    for name, (kind, _) in described.items():
-        if kind not in TYPES:
+        headers = {name: (tensor.get_dtype(), tensor.get_shape()) for name, tensor in slices.items()}
+    for name, (dtype, _) in headers.items():
+        if dtype not in TYPES:
             expected = f"expected one of {', '.join(TYPES)}; give the model in another format"
-            raise UserError(f"{path}: tensor {name!r} has type {kind}: {expected}")
-    return {n: Stored(TYPES[kind], shape, partial(handle.get_tensor, n)) for n, (kind, shape) in described.items()}
+            raise UserError(f"{path}: tensor {name!r} has type {dtype}: {expected}")
+    return {n: Stored(TYPES[dtype], shape, partial(handle.get_tensor, n)) for n, (dtype, shape) in headers.items()}
 
 
 def open_pickled(path: str) -> Mapping[str, Stored]:
@@ -87,7 +87,7 @@ def open_pickled(path: str) -> Mapping[str, Stored]:
     """
     with name_unreadable(path, "file of tensors (torch.save)"):
         try:
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            state_dict = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         except UnpicklingError as error:
             lines = str(error).splitlines()  # one names the class or function that the file asks for
             cause = next((line for line in lines if "GLOBAL" in line), next(iter(lines), "no reason given"))
@@ -95,21 +95,21 @@ def open_pickled(path: str) -> Mapping[str, Stored]:
                 f"{path}: torch's weights-only loader refuses it ({cause}): it is damaged, or its pickle holds more "
                 "than tensors and could run code. Fetch it again, or get the model as safetensors"
             ) from None
-    wrong = "no mapping" if not isinstance(content, Mapping) else _first_non_tensor(content)
-    if wrong:
-        raise UserError(f"{path}: expected a mapping of names to dense tensors, found {wrong}; save its state_dict()")
-    head = content.get(HEAD)
-    views = [(x.data_ptr(), x.shape, x.stride()) for name, x in content.items() if "lm_head" not in name]
-    tied = head is not None and (head.data_ptr(), head.shape, head.stride()) in views
+    problem = "no mapping" if not isinstance(state_dict, Mapping) else _first_non_tensor(state_dict)
+    if problem:
+        raise UserError(f"{path}: expected a mapping of names to dense tensors, found {problem}; save its state_dict()")
+    head = state_dict.get(HEAD)
+    layouts = [(x.data_ptr(), x.shape, x.stride()) for name, x in state_dict.items() if "lm_head" not in name]
+    is_tied = head is not None and (head.data_ptr(), head.shape, head.stride()) in layouts
     return {
         name: Stored(tensor.dtype, [*tensor.shape], partial(tensor.clone, memory_format=torch.contiguous_format))
-        for name, tensor in content.items()
-        if not (tied and name == HEAD)
+        for name, tensor in state_dict.items()
+        if not (is_tied and name == HEAD)
     }
 
 
-def _first_non_tensor(content: Mapping[object, object]) -> str | None:
-    for name, value in content.items():
+def _first_non_tensor(state_dict: Mapping[object, object]) -> str | None:
+    for name, value in state_dict.items():
         if not isinstance(value, Tensor):
             return f"{name!r}: {type(value).__name__}"
         if not isinstance(name, str) or value.layout is not torch.strided or value.dtype not in TYPES.values():
@@ -118,23 +118,23 @@ def _first_non_tensor(content: Mapping[object, object]) -> str | None:
 
 
 @contextmanager
-def name_unreadable(path: str, what: str) -> Iterator[None]:
+def name_unreadable(path: str, file_kind: str) -> Iterator[None]:
     """Context manager: any error in reading the file at `path` becomes a `UserError` that names it."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:  # SafetensorError for a bad header or a missing tensor, OSError for the rest
-        raise UserError(f"{path}: not a readable {what} ({reason(error)}); fetch it again") from None
+        raise UserError(f"{path}: not a readable {file_kind} ({reason(error)}); fetch it again") from None
 
 
-def read_with_digest(path: Path, sha256: object, remedy: str) -> bytes:
+def read_with_digest(path: Path, recorded_sha256: object, remedy: str) -> bytes:
     """The content of a file whose digest is recorded elsewhere. Raises `UserError` if it is missing or another."""
     try:
         content = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: missing or not readable ({error.strerror}); {remedy}") from None
-    if hashlib.sha256(content).hexdigest() != sha256:
+    if hashlib.sha256(content).hexdigest() != recorded_sha256:
         raise UserError(f"{path}: truncated or altered (its sha256 is not the recorded one); {remedy}")
     return content
 
@@ -158,33 +158,33 @@ class WeightFormat:
 
         A symlink in the directory may lead anywhere.
         """
-        what, remedy = f"index of {self.name}", "fetch the checkpoint again"
-        weight_map = read_mapping(index, what, remedy).get("weight_map")
+        file_kind, remedy = f"index of {self.name}", "fetch the checkpoint again"
+        weight_map = read_mapping(index, file_kind, remedy).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise UserError(f"{index}: damaged {what} (no weight_map of tensor and file names); {remedy}")
+            raise UserError(f"{index}: damaged {file_kind} (no weight_map of tensor and file names); {remedy}")
         for name, file in weight_map.items():
-            inside = isinstance(file, str) and file.endswith(self.suffix) and "\0" not in file
-            if not inside or PurePath(file).is_absolute() or ".." in PurePath(file).parts:
+            is_valid = isinstance(file, str) and file.endswith(self.suffix) and "\0" not in file
+            if not is_valid or PurePath(file).is_absolute() or ".." in PurePath(file).parts:
                 raise UserError(
-                    f"{index}: damaged {what} (weight_map.{name}={file!r}: expected a {self.suffix} file in its "
+                    f"{index}: damaged {file_kind} (weight_map.{name}={file!r}: expected a {self.suffix} file in its "
                     f"directory); {remedy}"
                 )
         return weight_map
 
     def open_part(
-        self, source: str, file: str, path: str | None, names: Iterable[str], elsewhere: Iterable[str]
+        self, source: str, file_name: str, path: str | None, listed_names: Iterable[str], other_names: Iterable[str]
     ) -> Mapping[str, Stored]:
-        """The tensors of a `file` of the model in `source`. path: where the file is; None: it is missing.
+        """The tensors of a `file_name` of the model in `source`. path: where the file is; None: it is missing.
 
         names, elsewhere: the tensors that the index has in this file, and in others. Raises `UserError` if the file is
         missing or differs from the index. An index may list a tied head, which is omitted, as a separate tensor.
         """
         if path is None:
-            raise UserError(f"{source}: {file} is named in {self.index} but missing; fetch the checkpoint again")
+            raise UserError(f"{source}: {file_name} is named in {self.index} but missing; fetch the checkpoint again")
         tensors = self.open_file(path)
-        lacking = [name for name in names if name not in tensors and (self is SAFETENSORS or name != HEAD)]
-        surplus = [name for name in elsewhere if name in tensors]
-        faults = [f"no tensor {name!r}" for name in lacking] + [f"tensor {name!r}" for name in surplus]
+        missing_names = [name for name in listed_names if name not in tensors and (self is SAFETENSORS or name != HEAD)]
+        extra_names = [name for name in other_names if name in tensors]
+        faults = [f"no tensor {name!r}" for name in missing_names] + [f"tensor {name!r}" for name in extra_names]
         if faults:
             raise UserError(f"{path}: holds {faults[0]}, which is not what {self.index} says; fetch it again")
         return tensors

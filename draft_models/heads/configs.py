@@ -35,9 +35,9 @@ def layer_config(layer_fields: object, layers: int) -> PreTrainedConfig:
     """transformers' config of a model of such layers, with its defaults: trainers omit values equal to defaults."""
     if not isinstance(layer_fields, dict):
         raise UserError(f"transformer_layer_config={layer_fields!r}: expected a mapping")
-    model_type, width = layer_fields.get("model_type", "llama"), layer_fields.get("head_dim") or 1
-    if layers > MOST_LAYERS or (isinstance(width, int) and width > _WIDEST):  # both are sizes of memory
-        raise UserError(f"{layers} layers with head_dim={width}: expected at most {MOST_LAYERS}, and {_WIDEST}")
+    model_type, head_dim = layer_fields.get("model_type", "llama"), layer_fields.get("head_dim") or 1
+    if layers > MOST_LAYERS or (isinstance(head_dim, int) and head_dim > _WIDEST):  # both are sizes of memory
+        raise UserError(f"{layers} layers with head_dim={head_dim}: expected at most {MOST_LAYERS}, and {_WIDEST}")
     if model_type not in _LAYERS:
         raise UserError(f"model_type={model_type!r}: a head has layers of one of {', '.join(_LAYERS)}")
     fields = {key: layer_fields[key] for key in (*LAYER_FIELDS, *_FURTHER_KEYS) if layer_fields.get(key) is not None}
@@ -50,7 +50,7 @@ def layer_config(layer_fields: object, layers: int) -> PreTrainedConfig:
 def layer_fields_of(reading: HeadSizes, target: PreTrainedConfig) -> dict[str, object]:
     """The layer's config in transformers' keys; rope as in versions before 5, which later versions read as well."""
     rope = {name: value for name, value in reading.rope.items() if name not in ("rope_theta", "partial_rotary_factor")}
-    layer = {
+    layer_fields = {
         "model_type": "qwen3" if reading.head_norms else "llama",
         **{key: getattr(reading, name) for key, name in LAYER_FIELDS.items()},
         "rope_theta": reading.rope["rope_theta"],
@@ -59,5 +59,5 @@ def layer_fields_of(reading: HeadSizes, target: PreTrainedConfig) -> dict[str, o
         **{name: getattr(target, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
     }
     if "partial_rotary_factor" in reading.rope:
-        layer["partial_rotary_factor"] = reading.rope["partial_rotary_factor"]
-    return layer
+        layer_fields["partial_rotary_factor"] = reading.rope["partial_rotary_factor"]
+    return layer_fields

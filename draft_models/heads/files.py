@@ -40,8 +40,8 @@ class HeadFiles:
 
     def tensors(self, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """All tensors by their names here, in `dtype` unless they are integers. Raises `UserError`."""
-        read = self.files.read(self.stored_names.values(), dtype, device=device)
-        return {name: read[stored_names] for name, stored_names in self.stored_names.items()}
+        loaded = self.files.read(self.stored_names.values(), dtype, device=device)
+        return {name: loaded[stored_name] for name, stored_name in self.stored_names.items()}
 
     @property
     def made_here(self) -> bool:
@@ -70,9 +70,9 @@ class StoredDrafter(HeadFiles, Generic[Head]):
         Raises `UserError` if tensors do not fit (see `choose_weights`), and for invalid maps d2t and t2d.
         """
         weights = choose_weights(module_shapes(self.module, reading), tensors, self.where)
-        if (tokens := draft_tokens(reading, tensors, self.where)) is not None:
-            weights[DRAFT_TOKENS] = tokens
-        return cast("Head", self.module(reading, all_tokens=tokens is None).with_weights(weights))
+        if (draft_ids := draft_tokens(reading, tensors, self.where)) is not None:
+            weights[DRAFT_TOKENS] = draft_ids
+        return cast("Head", self.module(reading, all_tokens=draft_ids is None).with_weights(weights))
 
     def load(self, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Head:
         """The head. A missing embedding or head is set later, from the target (`DraftHead.use_target`)."""
@@ -92,19 +92,19 @@ def module_shapes(module: type[DraftHead], reading: HeadSizes) -> dict[str, tupl
     return {name: tuple(weight.shape) for name, weight in weights.items()}
 
 
-def open_files(option: str, source: str, what: str, local_name: Callable[[str], str]) -> HeadFiles:
+def open_files(option: str, source: str, head_kind: str, to_local_name: Callable[[str], str]) -> HeadFiles:
     """The head in `source`, a directory or Hub name, given as `option`. what: "an EAGLE-3 head"; local_name: the name
     here of a tensor in the file. Raises `UserError` if it cannot be read."""
     where = f"{option}={source}"
-    file = find_file(source, CONFIG_FILE, None)
-    if file is None:
-        raise UserError(f"{where}: no {CONFIG_FILE} there; give a directory or Hub name of {what}")
-    config = read_mapping(file, "description of a head", "fetch it again")
+    config_path = find_file(source, CONFIG_FILE, None)
+    if config_path is None:
+        raise UserError(f"{where}: no {CONFIG_FILE} there; give a directory or Hub name of {head_kind}")
+    config = read_mapping(config_path, "description of a head", "fetch it again")
     files = open_tensors(source)
-    stored_names = {local_name(name): name for name in files.file_of}
+    stored_names = {to_local_name(name): name for name in files.file_of}
     if len(stored_names) < len(files.file_of):
-        twice = sorted(set(files.file_of) - set(stored_names.values()))
-        raise UserError(f"{where}: tensors stored twice, under two names: {list_words(twice)}; fetch it again")
+        duplicates = sorted(set(files.file_of) - set(stored_names.values()))
+        raise UserError(f"{where}: tensors stored twice, under two names: {list_words(duplicates)}; fetch it again")
     tensors = dict(files.open_stored(files.file_of))
     require_weights(where, tensors)  # without a config: transformers does not load the head
     shapes = {name: tuple(tensors[stored_name].shape) for name, stored_name in stored_names.items()}
@@ -112,7 +112,7 @@ def open_files(option: str, source: str, what: str, local_name: Callable[[str], 
 
 
 def require_shapes(
-    sizes: HeadSizes, weights: Shapes, stored: HeadFiles, file_name: Callable[[str], str] = lambda name: name
+    sizes: HeadSizes, weights: Shapes, stored: HeadFiles, to_stored_name: Callable[[str], str] = lambda name: name
 ) -> None:
     """Raise `UserError` naming tensors of `stored` that are missing, unexpected, or of another shape than in `weights`,
     which are those of the reading. file_name: the name in the file of a tensor here."""
@@ -121,18 +121,18 @@ def require_shapes(
         expected[D2T] = (sizes.draft_vocabulary,)
     if T2D in shapes:
         expected[T2D] = (sizes.vocabulary,)
-    for what, names in ("missing", expected.keys() - shapes), ("unknown", shapes.keys() - expected):
-        if names:
-            listing = list_words([file_name(name) for name in sorted(names)])
+    for problem, bad_names in ("missing", expected.keys() - shapes), ("unknown", shapes.keys() - expected):
+        if bad_names:
+            listing = list_words([to_stored_name(name) for name in sorted(bad_names)])
             raise UserError(
-                f"{where}: {what} tensors: {listing}. Expected those that its {CONFIG_FILE} asks for, and no "
+                f"{where}: {problem} tensors: {listing}. Expected those that its {CONFIG_FILE} asks for, and no "
                 "others; fetch the head again, or correct its description"
             )
-    misfit = next((name for name in sorted(expected) if expected[name] != shapes[name]), None)
-    if misfit is not None:
+    misfit_name = next((name for name in sorted(expected) if expected[name] != shapes[name]), None)
+    if misfit_name is not None:
         raise UserError(
-            f"{where}: tensor {file_name(misfit)} has shape {list(shapes[misfit])}: expected "
-            f"{list(expected[misfit])}, as its {CONFIG_FILE} describes the head; correct that, or fetch it again"
+            f"{where}: tensor {to_stored_name(misfit_name)} has shape {list(shapes[misfit_name])}: expected "
+            f"{list(expected[misfit_name])}, as its {CONFIG_FILE} describes the head; correct that, or fetch it again"
         )
 
 
@@ -163,36 +163,36 @@ def draft_tokens(sizes: HeadSizes, tensors: Mapping[str, Tensor], where: str) ->
     d2t, t2d = tensors.get(D2T), tensors.get(T2D)
     if d2t is not None and d2t.is_floating_point():
         raise UserError(f"{where}: {D2T} holds {d2t.dtype}: expected integers; fetch the head again")
-    positions = torch.arange(sizes.draft_vocabulary, device=None if d2t is None else d2t.device)
-    entries = torch.zeros_like(positions) if d2t is None else d2t.long()
-    ids = entries if sizes.draft_ids == "index" else positions + entries
-    inverse = "offset" if sizes.draft_ids == "index" else "index"
-    remedy = f"It holds {sizes.draft_ids}s: reading.draft_ids={inverse} reads it otherwise. Or fetch the head again"
-    outside = (ids < 0) | (ids >= sizes.vocabulary)
-    wrong = outside | (ids <= torch.nn.functional.pad(ids[:-1], (1, 0), value=-1))
-    if wrong.any():
-        index = int((outside if outside.any() else wrong).nonzero()[0])
+    draft_indices = torch.arange(sizes.draft_vocabulary, device=None if d2t is None else d2t.device)
+    d2t_values = torch.zeros_like(draft_indices) if d2t is None else d2t.long()
+    target_ids = d2t_values if sizes.draft_ids == "index" else draft_indices + d2t_values
+    other_kind = "offset" if sizes.draft_ids == "index" else "index"
+    remedy = f"It holds {sizes.draft_ids}s: reading.draft_ids={other_kind} reads it otherwise. Or fetch the head again"
+    is_outside = (target_ids < 0) | (target_ids >= sizes.vocabulary)
+    is_invalid = is_outside | (target_ids <= torch.nn.functional.pad(target_ids[:-1], (1, 0), value=-1))
+    if is_invalid.any():
+        index = int((is_outside if is_outside.any() else is_invalid).nonzero()[0])
         raise UserError(
-            f"{where}: {D2T}[{index}]={int(entries[index])} makes draft token {index} the target's token "
-            f"{int(ids[index])}; expected ascending ones, 0 to {sizes.vocabulary - 1}. {remedy}"
+            f"{where}: {D2T}[{index}]={int(d2t_values[index])} makes draft token {index} the target's token "
+            f"{int(target_ids[index])}; expected ascending ones, 0 to {sizes.vocabulary - 1}. {remedy}"
         )
-    if len(ids) == sizes.vocabulary:
+    if len(target_ids) == sizes.vocabulary:
         return None  # t2d may then be anything: trainers ignore it
-    if t2d is not None and not torch.equal(t2d.nonzero().flatten(), ids):
+    if t2d is not None and not torch.equal(t2d.nonzero().flatten(), target_ids):
         raise UserError(
-            f"{where}: {D2T} and {T2D} name other tokens ({len(ids)} and {int(t2d.count_nonzero())}); "
+            f"{where}: {D2T} and {T2D} name other tokens ({len(target_ids)} and {int(t2d.count_nonzero())}); "
             f"expected the same. The trainer may have changed one map without the other. {remedy}"
         )
-    return ids
+    return target_ids
 
 
-def stored_tokens(source: str, local_name: Callable[[str], str], *, by_index: bool) -> list[int] | None:
+def stored_tokens(source: str, to_local_name: Callable[[str], str], *, by_index: bool) -> list[int] | None:
     """The draft vocabulary of the head in `source`, from its d2t; None without a d2t, or if it has all tokens.
 
     by_index: d2t has ids, not offsets. Raises `UserError` if it cannot be read.
     """
     files = open_tensors(source)
-    stored_names = {local_name(name): name for name in files.file_of}
+    stored_names = {to_local_name(name): name for name in files.file_of}
     maps = {name: files.read([stored_names[name]])[stored_names[name]] for name in (D2T, T2D) if name in stored_names}
     if D2T not in maps or (T2D in maps and len(maps[T2D]) == len(maps[D2T])):
         return None
@@ -200,13 +200,13 @@ def stored_tokens(source: str, local_name: Callable[[str], str], *, by_index: bo
     return (d2t if by_index else torch.arange(len(d2t)) + d2t).tolist()
 
 
-def map_tensors(ids: Tensor, vocabulary: int) -> dict[str, Tensor]:
+def map_tensors(ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
     """d2t [V_d] with offsets and t2d [V] of the draft vocabulary `ids` [V_d], as they are written."""
-    return {D2T: ids - torch.arange(len(ids)), T2D: torch.zeros(vocabulary, dtype=torch.bool).index_fill_(0, ids, True)}
+    return {D2T: ids - torch.arange(len(ids)), T2D: torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids, True)}
 
 
 def written_facts(dtype: torch.dtype, *, made_here: bool) -> dict[str, object]:
     """What config.json says of a written head besides its reading. made_here: as `HeadFiles.made_here`."""
-    name = str(dtype).removeprefix("torch.")
-    maker = {MADE_WITH: f"outrider {package_version()}"} if made_here else {}
-    return {"dtype": name, "torch_dtype": name, **maker}
+    dtype_name = str(dtype).removeprefix("torch.")
+    version_field = {MADE_WITH: f"outrider {package_version()}"} if made_here else {}
+    return {"dtype": dtype_name, "torch_dtype": dtype_name, **version_field}

@@ -10,7 +10,7 @@ from outrider.draft_models.targets.stack import LayerStack
 
 @torch.no_grad()
 def initial_weights(
-    sizes: HeadSizes, shapes: Shapes, stack: LayerStack, tokens: Tensor | None, seed: int
+    sizes: HeadSizes, shapes: Shapes, stack: LayerStack, draft_ids: Tensor | None, seed: int
 ) -> dict[str, Tensor]:
     """Weights of `shapes`, in float32 on the target's device: a deterministic function of the arguments.
 
@@ -22,9 +22,9 @@ def initial_weights(
     for name, shape in shapes.items():
         weight = torch.randn(shape, generator=generator) * shape[-1] ** -0.5 if len(shape) == 2 else torch.ones(shape)
         weights[name] = weight.to(stack.device)
-    rows = stack.head.weight[: sizes.vocabulary] if tokens is None else stack.head.weight[tokens]
-    weights["lm_head.weight"] = rows.detach().float().clone()  # a copy: the target keeps its own
+    head_rows = stack.head.weight[: sizes.vocabulary] if draft_ids is None else stack.head.weight[draft_ids]
+    weights["lm_head.weight"] = head_rows.detach().float().clone()  # a copy: the target keeps its own
     signs = torch.ones(sizes.hidden, dtype=stack.dtype, device=stack.device)
     signs[::2] = -1  # mean 0 and mean square 1, so that no norm rescales them
     weights["norm.weight"] = (stack.norm(signs) * signs).float()  # not read: some norms multiply by 1 + their weight
-    return weights if tokens is None else {**weights, DRAFT_TOKENS: tokens.to(stack.device)}
+    return weights if draft_ids is None else {**weights, DRAFT_TOKENS: draft_ids.to(stack.device)}

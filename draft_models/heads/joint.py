@@ -22,15 +22,15 @@ def attend_jointly(
     additional key. The additional key's score is the logsumexp of the local scores, and its value is the mean of the
     local values, weighted by the softmax of the local scores. So the score matrix is hardly larger than for `joint`.
     """
-    exact = torch.promote_types(query.dtype, torch.float32)  # float32 or better
+    exact_dtype = torch.promote_types(query.dtype, torch.float32)  # float32 or better
     with torch.autocast(query.device.type, enabled=False):
-        grouped = query.transpose(1, 2).unflatten(2, (joint[0].shape[1], -1)).to(exact)
-        scores = grouped @ local[0].to(exact).mT * scaling  # [B, N, Hk, H / Hk, steps]
-        mean = (scores.softmax(-1) @ local[1].to(exact)).flatten(2, 3)
-    wide = _add_key(query, *joint, scores.logsumexp(-1).flatten(2).transpose(1, 2) / scaling)
-    out, _ = grouped_attention(module, *wide, replace(mask, front=1), scaling=scaling)
-    attended, weight = out[..., :-EXTRA], out[..., -EXTRA, None]  # [B, N, H, D], [B, N, H, 1]
-    return attended + weight * mean.to(out.dtype)
+        grouped_query = query.transpose(1, 2).unflatten(2, (joint[0].shape[1], -1)).to(exact_dtype)
+        local_scores = grouped_query @ local[0].to(exact_dtype).mT * scaling  # [B, N, Hk, H / Hk, steps]
+        local_mean = (local_scores.softmax(-1) @ local[1].to(exact_dtype)).flatten(2, 3)
+    wide_qkv = _add_key(query, *joint, local_scores.logsumexp(-1).flatten(2).transpose(1, 2) / scaling)
+    out, _ = grouped_attention(module, *wide_qkv, replace(mask, extra_keys=1), scaling=scaling)
+    attended, local_weight = out[..., :-EXTRA], out[..., -EXTRA, None]  # [B, N, H, D], [B, N, H, 1]
+    return attended + local_weight * local_mean.to(out.dtype)
 
 
 def _add_key(query: Tensor, key: Tensor, value: Tensor, score: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -40,15 +40,15 @@ def _add_key(query: Tensor, key: Tensor, value: Tensor, score: Tensor) -> tuple[
     alone would err by 0.4 % in 16 bits. The first key's value is 1 in the first additional column, where other values
     are 0. So the output in that column is the attention weight of the first key.
     """
-    dtype, wide = value.dtype, key.shape[-1] + EXTRA
+    dtype, padded_dim = value.dtype, key.shape[-1] + EXTRA
     rounded = score.to(dtype)
     remainder = (score - rounded).to(dtype)
     query = F.pad(torch.cat([query.to(dtype), rounded[..., None], remainder[..., None]], -1), (0, EXTRA - 2))
-    first_key, first_value = torch.zeros(2, wide, dtype=dtype, device=value.device)
+    first_key, first_value = torch.zeros(2, padded_dim, dtype=dtype, device=value.device)
     first_key[-EXTRA : 2 - EXTRA] = 1
     first_value[-EXTRA] = 1
 
     def put_first(row: Tensor, entries: Tensor) -> Tensor:
-        return torch.cat([row.expand(*entries.shape[:2], 1, wide), F.pad(entries.to(dtype), (0, EXTRA))], 2)
+        return torch.cat([row.expand(*entries.shape[:2], 1, padded_dim), F.pad(entries.to(dtype), (0, EXTRA))], 2)
 
     return query, put_first(first_key, key), put_first(first_value, value)

@@ -47,19 +47,19 @@ class HeadAttention(nn.Module):
     def rotate(self, x: Tensor, rotary: Rotary) -> Tensor:
         """x [B, heads, Q, D] at its positions: the first `rotary_dim` dimensions rotate."""
         cos, sin = (table[:, None] for table in rotary.tables[0])
-        rotating, constant = x.split([self.rotary_dim, self.head_dim - self.rotary_dim], dim=-1)
+        rotating, unrotated = x.split([self.rotary_dim, self.head_dim - self.rotary_dim], dim=-1)
         rotating = rotating * cos + rotate_half(rotating) * sin
-        return torch.cat([rotating, constant], dim=-1) if constant.shape[-1] else rotating
+        return torch.cat([rotating, unrotated], dim=-1) if unrotated.shape[-1] else rotating
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, gate: Tensor | None = None) -> Tensor:
         """query [B, heads, Q, D] over keys and values [B, key heads, K, D] → the output [B, Q, H]."""
-        mixed, _ = grouped_attention(self, query, key, value, mask, scaling=self.head_dim**-0.5)
-        return self.project(mixed, gate)
+        attended, _ = grouped_attention(self, query, key, value, mask, scaling=self.head_dim**-0.5)
+        return self.project(attended, gate)
 
-    def project(self, mixed: Tensor, gate: Tensor | None) -> Tensor:
+    def project(self, attended: Tensor, gate: Tensor | None) -> Tensor:
         """The output [B, Q, H] from mixed values [B, Q, heads, D], times the sigmoid of `gate` [B, Q, heads · D]."""
-        mixed = mixed.flatten(2)
-        return cast("Tensor", self.o_proj(mixed if gate is None else mixed * gate.sigmoid()))
+        attended = attended.flatten(2)
+        return cast("Tensor", self.o_proj(attended if gate is None else attended * gate.sigmoid()))
 
 
 def head_mlp(sizes: HeadSizes) -> LlamaMLP:
@@ -93,8 +93,8 @@ class DraftHead(nn.Module, ABC):
         """all_tokens: without a draft vocabulary."""
         super().__init__()
         self.reading, self.windows = sizes, list(sizes.windows)
-        tokens = None if all_tokens else torch.empty(sizes.draft_vocabulary, dtype=torch.long, device="meta")
-        self.register_buffer("draft_tokens", tokens)
+        draft_ids = None if all_tokens else torch.empty(sizes.draft_vocabulary, dtype=torch.long, device="meta")
+        self.register_buffer("draft_tokens", draft_ids)
         self.vocabulary = sizes.vocabulary
         self.shared_embedding: list[Callable[[Tensor], Tensor]] = []
         self._rotary = [_rotary_of(sizes)]  # in a list, so that its frequencies stay in float32
@@ -123,10 +123,10 @@ class DraftHead(nn.Module, ABC):
     def tables(self) -> tuple[tuple[Tensor, Tensor], ...]:
         return ((self.cos, self.sin),)
 
-    def reserve(self, positions: int) -> None:
-        if positions <= len(self.cos):
+    def reserve(self, position_count: int) -> None:
+        if position_count <= len(self.cos):
             return
-        cos, sin = self._rotary[0](torch.empty(1, dtype=torch.float32), torch.arange(positions)[None])
+        cos, sin = self._rotary[0](torch.empty(1, dtype=torch.float32), torch.arange(position_count)[None])
         self.cos, self.sin = (table[0].to(self.device, self.dtype) for table in (cos, sin))
 
     def rotary(self, positions: Tensor) -> Rotary:

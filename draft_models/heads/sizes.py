@@ -51,18 +51,18 @@ class HeadSizes(Settings):
     draft_ids: Literal["offset", "index"] = "offset"  # the target's id of draft token i is i + d2t[i], or d2t[i]
 
     def check_fields(self) -> None:
-        ascending = list(self.taps) == sorted(set(self.taps))
-        self.require("taps", bool(self.taps) and ascending, "boundaries in ascending order")
+        is_ascending = list(self.taps) == sorted(set(self.taps))
+        self.require("taps", bool(self.taps) and is_ascending, "boundaries in ascending order")
         self.require("activation", self.activation in ACT2FN, "a name that transformers knows")
         self.require("key_heads", self.heads % self.key_heads == 0, f"a divisor of heads={self.heads}")
-        limit = f"at most vocabulary={self.vocabulary}"
-        self.require("draft_vocabulary", self.draft_vocabulary <= self.vocabulary, limit)
+        limit_text = f"at most vocabulary={self.vocabulary}"
+        self.require("draft_vocabulary", self.draft_vocabulary <= self.vocabulary, limit_text)
         self.require("windows", len(self.windows) == self.layers, f"one for each of {self.layers} layers")
-        same_width = self.hidden == self.target_hidden
+        is_same_width = self.hidden == self.target_hidden
         expected = f"target_hidden={self.target_hidden}, or an embedding of its own"
-        self.require("hidden", self.own_embedding or same_width, expected)
+        self.require("hidden", self.own_embedding or is_same_width, expected)
         expected = f"true, as hidden={self.hidden} is not target_hidden={self.target_hidden}"
-        require(self.own_head or same_width, "own_head", False, expected)
+        require(self.own_head or is_same_width, "own_head", False, expected)
         kind = self.rope.get("rope_type")
         require(kind not in RESCALING_ROPE, "rope_type", kind, "a rope that is the same for texts of any length")
         require(self.rotary_dim % 2 == 0, "partial_rotary_factor", self._rotary_share, "an even part of head_dim")
@@ -83,34 +83,34 @@ Sizes = TypeVar("Sizes", bound=HeadSizes)
 def apply_changes(reading: Sizes, changes: ReadingChanges, target: PreTrainedConfig) -> Sizes:
     """`reading` with `changes`, for a target of config `target`. Raises `UserError` if the result is impossible."""
     overrides = changes.overrides  # a new dict
-    rope, theta = overrides.pop("rope", None), overrides.pop("rope_theta", None)
-    unread = overrides.keys() - {field.name for field in fields(reading)}
-    if unread:
-        raise UserError(f"reading.{min(unread)}: this kind of head has no such reading; leave it out")
-    parameters = dict(reading.rope)
-    if rope == "plain":
-        parameters = {"rope_type": "default", "rope_theta": parameters["rope_theta"]}
-    elif rope == "target":
-        parameters = dict(getattr(target, "rope_parameters", None) or {})
-        if "rope_theta" not in parameters:
+    rope_choice, theta = overrides.pop("rope", None), overrides.pop("rope_theta", None)
+    unknown_names = overrides.keys() - {field.name for field in fields(reading)}
+    if unknown_names:
+        raise UserError(f"reading.{min(unknown_names)}: this kind of head has no such reading; leave it out")
+    rope_parameters = dict(reading.rope)
+    if rope_choice == "plain":
+        rope_parameters = {"rope_type": "default", "rope_theta": rope_parameters["rope_theta"]}
+    elif rope_choice == "target":
+        rope_parameters = dict(getattr(target, "rope_parameters", None) or {})
+        if "rope_theta" not in rope_parameters:
             raise UserError("reading.rope=target: the target has no rope, or several; give reading.rope_theta")
     if theta is not None:
-        parameters["rope_theta"] = theta
+        rope_parameters["rope_theta"] = theta
     try:
-        return replace(reading, **overrides, rope=parameters)
+        return replace(reading, **overrides, rope=rope_parameters)
     except UserError as error:
         raise UserError(f"reading.{error}") from None
 
 
 def require_fitting_target(reading: HeadSizes, config: PreTrainedConfig, where: str) -> None:
     """Raise `UserError` unless a head of this `reading` fits a target of `config`; where: as in "eagle3=PATH"."""
-    for head_key, key, size, expected in (
+    for head_key, key, trained_size, target_size in (
         ("target_hidden_size", "hidden_size", reading.target_hidden, config.hidden_size),
         ("vocab_size", "vocab_size", reading.vocabulary, config.vocab_size),
     ):
-        if size != expected:
+        if trained_size != target_size:
             raise UserError(
-                f"{where}: made for a target with {key}={size} ({head_key}), this one has {key}={expected}; "
+                f"{where}: made for a target with {key}={trained_size} ({head_key}), this one has {key}={target_size}; "
                 "give the target that it was trained for, or a head for this one"
             )
     if reading.taps[-1] > config.num_hidden_layers:
@@ -120,9 +120,9 @@ def require_fitting_target(reading: HeadSizes, config: PreTrainedConfig, where: 
         )
 
 
-def default_aux_layers(layers: int) -> tuple[int, ...]:
+def default_aux_layers(n_layers: int) -> tuple[int, ...]:
     """A low, a middle and a high boundary: EAGLE's own three, or the nearest ones if the target is too small."""
-    return tuple(sorted({2, layers // 2, layers - 3} if layers >= 7 else {1, layers // 2, layers - 1}))
+    return tuple(sorted({2, n_layers // 2, n_layers - 3} if n_layers >= 7 else {1, n_layers // 2, n_layers - 1}))
 
 
 def rope_base(target: PreTrainedConfig) -> float:
@@ -139,16 +139,16 @@ def sizes_for(
     taps: boundaries, empty for `default_aux_layers`. draft_vocabulary: number of tokens it has logits for, None for
     all. intermediate: width of its MLP, None for the target's.
     """
-    heads, width = target.num_attention_heads, target.hidden_size
+    head_count, hidden_size = target.num_attention_heads, target.hidden_size
     return {
         "taps": taps or default_aux_layers(target.num_hidden_layers),
-        "target_hidden": width,
-        "hidden": width,
-        "intermediate": intermediate or getattr(target, "intermediate_size", None) or 4 * width,
+        "target_hidden": hidden_size,
+        "hidden": hidden_size,
+        "intermediate": intermediate or getattr(target, "intermediate_size", None) or 4 * hidden_size,
         "layers": layers,
-        "heads": heads,
+        "heads": head_count,
         "key_heads": key_heads(target),
-        "head_dim": getattr(target, "head_dim", None) or width // heads,
+        "head_dim": getattr(target, "head_dim", None) or hidden_size // head_count,
         "epsilon": getattr(target, "rms_norm_eps", None) or 1e-5,
         "activation": "silu",
         "vocabulary": target.vocab_size,

@@ -58,18 +58,18 @@ def open_mtp(source: str, target: PreTrainedConfig, changes: ReadingChanges = AS
         remedy = lost_head(source, target) or "give a model that has one, or its base model, or another drafter"
         raise UserError(f"{where}: no tensors of an MTP head there; {remedy}")
     head.require_supported()
-    stored = dict(head.files.open_stored(head.files.file_of))
-    shapes = {name: tuple(stored[stored_name].shape) for name, stored_name in head.stored_names.items()}
+    stored_tensors = dict(head.files.open_stored(head.files.file_of))
+    shapes = {name: tuple(stored_tensors[stored_name].shape) for name, stored_name in head.stored_names.items()}
     try:
         declared = read_shapes(shapes, target, head.spelling)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
-    empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    file = None if head.spelling == "gguf" else find_file(source, CONFIG_FILE, None)
-    config = {} if file is None else read_mapping(file, "description of a model", "fetch it again")
-    arranged = {name: tuple(tensor.shape) for name, tensor in arrange_tensors(declared, empty).items()}
+    meta_tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    config_path = None if head.spelling == "gguf" else find_file(source, CONFIG_FILE, None)
+    config = {} if config_path is None else read_mapping(config_path, "description of a model", "fetch it again")
+    mtp_shapes = {name: tuple(tensor.shape) for name, tensor in arrange_tensors(declared, meta_tensors).items()}
     opened = StoredMtp(
-        source=source, where=where, config=config, files=head.files, stored_names=head.stored_names, shapes=arranged,
+        source=source, where=where, config=config, files=head.files, stored_names=head.stored_names, shapes=mtp_shapes,
         dialect=head.spelling, reading=declared,
     )  # fmt: skip
     require_shapes(declared, head_shapes(declared, MtpHead), opened, lambda name: head.stored_names.get(name, name))
@@ -80,8 +80,8 @@ def open_mtp(source: str, target: PreTrainedConfig, changes: ReadingChanges = AS
 
 def lost_head(source: str, target: PreTrainedConfig) -> str:
     """What happened to an MTP head that the config `target` declares and the model in `source` lacks; "": nothing."""
-    counts = {key: getattr(target.get_text_config(), key, None) for key in DECLARED_BY}
-    declared = ", ".join(f"{key}={count}" for key, count in counts.items() if count)
+    layer_counts = {key: getattr(target.get_text_config(), key, None) for key in DECLARED_BY}
+    declared = ", ".join(f"{key}={count}" for key, count in layer_counts.items() if count)
     if not declared or find_head(source) is not None:
         return ""
     return (
@@ -102,8 +102,8 @@ def arrange_tensors(reading: MtpReading, tensors: Mapping[str, Tensor]) -> dict[
     if reading.norm_offset:
         arranged |= {name: 1 + tensor for name, tensor in arranged.items() if "norm" in name}
     for kind in ("weight", "bias") if reading.output_gate else ():
-        if (joint := arranged.get(f"{_QUERY}.{kind}")) is not None:
-            parts = joint.unflatten(0, (reading.heads, 2, reading.head_dim))  # [heads, 2, D, …]
+        if (query_gate := arranged.get(f"{_QUERY}.{kind}")) is not None:
+            parts = query_gate.unflatten(0, (reading.heads, 2, reading.head_dim))  # [heads, 2, D, …]
             arranged[f"{_QUERY}.{kind}"], arranged[f"{_GATE}.{kind}"] = (part.flatten(0, 1) for part in parts.unbind(1))
     return arranged
 
@@ -113,16 +113,16 @@ def spell_tensors(stored: StoredMtp, weights: Mapping[str, Tensor], dtype: torch
 
     The inverse of `arrange_tensors`. A norm's weight w is read as 1 + w, so w is rounded to a multiple of 2⁻²³.
     """
-    reading, spelled = stored.reading, dict(weights)
+    reading, tensors = stored.reading, dict(weights)
     for kind in ("weight", "bias") if reading.output_gate else ():
-        if f"{_QUERY}.{kind}" in spelled:
-            pair = [spelled[f"{name}.{kind}"].unflatten(0, (reading.heads, -1)) for name in (_QUERY, _GATE)]
-            spelled[f"{_QUERY}.{kind}"] = torch.stack(pair, 1).flatten(0, 2)  # [heads · 2 · D, …]
+        if f"{_QUERY}.{kind}" in tensors:
+            query_gate = [tensors[f"{name}.{kind}"].unflatten(0, (reading.heads, -1)) for name in (_QUERY, _GATE)]
+            tensors[f"{_QUERY}.{kind}"] = torch.stack(query_gate, 1).flatten(0, 2)  # [heads · 2 · D, …]
     if reading.norm_offset:
-        spelled |= {name: tensor - 1 for name, tensor in spelled.items() if "norm" in name}
+        tensors |= {name: tensor - 1 for name, tensor in tensors.items() if "norm" in name}
     if reading.hidden_first:
-        spelled["fc.weight"] = spelled["fc.weight"].roll(reading.hidden, 1)  # [H, 2 H]
-    return {stored_name: spelled[name].to(dtype) for name, stored_name in stored.stored_names.items()}
+        tensors["fc.weight"] = tensors["fc.weight"].roll(reading.hidden, 1)  # [H, 2 H]
+    return {stored_name: tensors[name].to(dtype) for name, stored_name in stored.stored_names.items()}
 
 
 def save_mtp(path: Path, head: Eagle3, stored: StoredMtp, dtype: torch.dtype) -> None:

@@ -30,10 +30,10 @@ class MtpHead(Eagle3):
         self._target: list[LayerStack] = []  # in a list, so that its parameters do not become the head's
 
     def _add_layers(self, reading: Reading) -> None:
-        width = reading.hidden
-        self.embedding_norm = LlamaRMSNorm(width, reading.epsilon)
-        self.hidden_norm = LlamaRMSNorm(width, reading.epsilon)
-        self.fc = nn.Linear(2 * width, width, bias=False)
+        hidden_size = reading.hidden
+        self.embedding_norm = LlamaRMSNorm(hidden_size, reading.epsilon)
+        self.hidden_norm = LlamaRMSNorm(hidden_size, reading.epsilon)
+        self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=False)
         self.layers = nn.ModuleList([HeadLayer(reading, 0, joint=False)])
 
     @property

@@ -53,16 +53,16 @@ def read_shapes(shapes: Shapes, target: PreTrainedConfig, spelling: str) -> MtpR
     rope = dict(getattr(config, "rope_parameters", None) or {})
     if "rope_theta" not in rope:
         raise UserError("the target has no rope, or several: expected one, as its head rotates as its layers do")
-    taps, inner = (config.num_hidden_layers,), shapes.get("layers.0.mlp.up_proj.weight", (None,))[0]
-    sizes = vars(new_reading(config, taps=taps, version="3", draft_vocabulary=None, intermediate=inner))
+    tap_layers, mlp_width = (config.num_hidden_layers,), shapes.get("layers.0.mlp.up_proj.weight", (None,))[0]
+    base_fields = vars(new_reading(config, taps=tap_layers, version="3", draft_vocabulary=None, intermediate=mlp_width))
     query_rows = shapes.get(f"{_ATTENTION}q_proj.weight", (0,))[0]
-    declared = {
+    mtp_fields = {
         "rope": {name: value for name, value in rope.items() if not name.startswith("mrope_")},  # alike for text
         "activation": getattr(config, "hidden_act", None) or "silu",
         "attention_bias": f"{_ATTENTION}q_proj.bias" in shapes,
         "output_bias": f"{_ATTENTION}o_proj.bias" in shapes,
         "head_norms": f"{_ATTENTION}q_norm.weight" in shapes,
-        "output_gate": query_rows == 2 * sizes["heads"] * sizes["head_dim"],
+        "output_gate": query_rows == 2 * base_fields["heads"] * base_fields["head_dim"],
         "own_embedding": "embed_tokens.weight" in shapes,
         "own_head": "lm_head.weight" in shapes,
         "norm_output": True,
@@ -70,4 +70,4 @@ def read_shapes(shapes: Shapes, target: PreTrainedConfig, spelling: str) -> MtpR
         "target_norm": spelling != "speculators",
         "norm_offset": spelling != "gguf" and config.model_type.startswith(_OF_OFFSET_NORMS),  # its converter adds 1
     }
-    return MtpReading(**{**sizes, **declared})
+    return MtpReading(**{**base_fields, **mtp_fields})

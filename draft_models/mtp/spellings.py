@@ -22,19 +22,19 @@ LAYER = "layers.0."
 
 
 # The names here by the stored names, after a prefix and without the ending; other tensors belong to the layer.
-_MIMO = {
+_MIMO_NAMES = {
     "input_proj": "fc", "token_layernorm": "embedding_norm", "hidden_layernorm": "hidden_norm",
     "final_layernorm": "norm",
 }  # fmt: skip
-_QWEN = {
+_QWEN_NAMES = {
     "fc": "fc", "pre_fc_norm_embedding": "embedding_norm", "pre_fc_norm_hidden": "hidden_norm", "norm": "norm",
     "embed_tokens": "embed_tokens",
 }  # fmt: skip
-_DEEPSEEK = {
+_DEEPSEEK_NAMES = {
     "eh_proj": "fc", "enorm": "embedding_norm", "hnorm": "hidden_norm", "shared_head.norm": "norm",
     "shared_head.head": "lm_head", "embed_tokens": "embed_tokens",
 }  # fmt: skip
-_GGUF = {
+_GGUF_NAMES = {
     "nextn.eh_proj": "fc", "nextn.enorm": "embedding_norm", "nextn.hnorm": "hidden_norm",
     "nextn.shared_head_norm": "norm", "nextn.shared_head_head": "lm_head", "nextn.embed_tokens": "embed_tokens",
     "attn_norm": f"{LAYER}input_layernorm", "ffn_norm": f"{LAYER}post_attention_layernorm",
@@ -45,24 +45,24 @@ _GGUF = {
 }  # fmt: skip
 # By spelling: the pattern of the projection's name, whose group is the prefix of all names, and those names.
 SPELLINGS = {
-    "qwen": (r"(mtp\.)fc\.weight", _QWEN),
-    "mimo": (r"(model\.mtp_layers\.\d+\.)input_proj\.weight", _MIMO),
-    "deepseek": (r"(model\.layers\.\d+\.)eh_proj\.weight", _DEEPSEEK),
-    "speculators": (r"(mtp_layers\.\d+\.)input_proj\.weight", _MIMO),
-    "gguf": (r"(blk\.\d+\.)nextn\.eh_proj\.weight", _GGUF),
+    "qwen": (r"(mtp\.)fc\.weight", _QWEN_NAMES),
+    "mimo": (r"(model\.mtp_layers\.\d+\.)input_proj\.weight", _MIMO_NAMES),
+    "deepseek": (r"(model\.layers\.\d+\.)eh_proj\.weight", _DEEPSEEK_NAMES),
+    "speculators": (r"(mtp_layers\.\d+\.)input_proj\.weight", _MIMO_NAMES),
+    "gguf": (r"(blk\.\d+\.)nextn\.eh_proj\.weight", _GGUF_NAMES),
 }
 # Parts of names of tensors that only layers of unsupported kinds have.
-_UNSUPPORTED = {
+_KIND_BY_PART = {
     **dict.fromkeys(("experts", "mlp.gate.", "_exps."), "a mixture of experts"),
     **dict.fromkeys(("kv_a_", "kv_b_"), "multi-head latent attention"),
 }
 SUPPORTED = "supported: one dense layer with the attention of Llama, Qwen2, Qwen3 or Qwen3-Next"
 
 
-def qwen_name(name: str) -> str:
-    """The name in the spelling qwen of a tensor with this `name` here."""
-    stem, _, ending = name.rpartition(".")
-    return f"mtp.{next((stored for stored, local in _QWEN.items() if local == stem), stem)}.{ending}"
+def qwen_name(local_name: str) -> str:
+    """The name in the spelling qwen of a tensor with this `local_name` here."""
+    stem, _, ending = local_name.rpartition(".")
+    return f"mtp.{next((stored for stored, local in _QWEN_NAMES.items() if local == stem), stem)}.{ending}"
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,12 @@ class HeadTensors:
 
     def require_supported(self) -> None:
         """Raise `UserError` for heads that are not run here, by their tensors' names."""
-        numbers = {match[1] for name in self.stored_names if (match := re.match(r"layers\.(\d+)\.", name))}
-        if (count := max(len(numbers), len(self.prefixes))) > 1:
-            raise UserError(f"mtp={self.files.source}: {count} MTP layers; {SUPPORTED}")
-        for part, kind in _UNSUPPORTED.items():
-            if name := next((name for name in self.files.file_of if part in name), None):
-                raise UserError(f"mtp={self.files.source}: its layer has {kind} ({name}); {SUPPORTED}")
+        layer_numbers = {match[1] for name in self.stored_names if (match := re.match(r"layers\.(\d+)\.", name))}
+        if (layer_count := max(len(layer_numbers), len(self.prefixes))) > 1:
+            raise UserError(f"mtp={self.files.source}: {layer_count} MTP layers; {SUPPORTED}")
+        for substring, layer_kind in _KIND_BY_PART.items():
+            if name := next((name for name in self.files.file_of if substring in name), None):
+                raise UserError(f"mtp={self.files.source}: its layer has {layer_kind} ({name}); {SUPPORTED}")
 
 
 def find_head(source: str) -> HeadTensors | None:
@@ -93,20 +93,20 @@ def find_head(source: str) -> HeadTensors | None:
     Reads the index only.
     """
     files = _open_files(source)
-    for spelling, (pattern, names) in SPELLINGS.items():
+    for spelling, (pattern, local_names) in SPELLINGS.items():
         prefixes = tuple(sorted({match[1] for name in files.file_of if (match := re.fullmatch(pattern, name))}))
         if prefixes:
-            tensors = {name: file for name, file in files.file_of.items() if name.startswith(prefixes)}
-            within = [name for name in tensors if name.startswith(prefixes[-1])]
-            stored_names = {_local_name(name.removeprefix(prefixes[-1]), names): name for name in within}
-            return HeadTensors(spelling, prefixes, replace(files, file_of=tensors), stored_names)
+            file_by_name = {name: file for name, file in files.file_of.items() if name.startswith(prefixes)}
+            head_names = [name for name in file_by_name if name.startswith(prefixes[-1])]
+            stored_names = {_local_name(name.removeprefix(prefixes[-1]), local_names): name for name in head_names}
+            return HeadTensors(spelling, prefixes, replace(files, file_of=file_by_name), stored_names)
     return None
 
 
-def _local_name(name: str, names: Mapping[str, str]) -> str:
-    """The name here of a tensor with this `name`, after the prefix. names: as in `SPELLINGS`."""
-    stem, _, ending = name.rpartition(".")
-    return f"{names.get(stem, stem if stem.startswith('layers.') else LAYER + stem)}.{ending}"
+def _local_name(stored_name: str, local_names: Mapping[str, str]) -> str:
+    """The name here of a tensor with this `stored_name`, after the prefix. names: as in `SPELLINGS`."""
+    stem, _, ending = stored_name.rpartition(".")
+    return f"{local_names.get(stem, stem if stem.startswith('layers.') else LAYER + stem)}.{ending}"
 
 
 def _open_files(source: str) -> TensorFiles:

@@ -39,13 +39,13 @@ def compiled_for(function: Callable[P, R], arguments: Sequence[object]) -> Calla
     return function.compile(tuple(map(typeof, arguments)))
 
 
-def read_only(arrays: Arrays) -> Arrays:
+def read_only(array_tuple: Arrays) -> Arrays:
     """A named tuple with read-only views of its arrays, so that compiled code sees one type whatever their origin."""
-    fields = [np.asarray(field).view() if isinstance(field, np.ndarray) else field for field in arrays]
+    fields = [np.asarray(field).view() if isinstance(field, np.ndarray) else field for field in array_tuple]
     for field in fields:
         if isinstance(field, np.ndarray):
             field.flags.writeable = False
-    return arrays._make(fields)
+    return array_tuple._make(fields)
 
 
 def token_bits(vocabulary: int) -> int:
@@ -93,23 +93,23 @@ def mix(packed: np.uint64, width: int) -> np.uint64:
     unit = np.uint64(1)
     bits = np.uint64(width)
     mask = (unit << bits) - unit
-    half = (bits + unit) >> unit
+    half_width = (bits + unit) >> unit
     x = np.uint64(packed)
-    x ^= x >> half
+    x ^= x >> half_width
     x = (x * np.uint64(0xBF58476D1CE4E5B9)) & mask
-    x ^= x >> half
+    x ^= x >> half_width
     x = (x * np.uint64(0x94D049BB133111EB)) & mask
-    x ^= x >> half
+    x ^= x >> half_width
     return x
 
 
 @lean
 def context_key(ids: np.ndarray, end: int, size: int, bits: int) -> np.uint64:
     """Key of the context ids[end − size : end], all below the vocabulary; `bits` per token."""
-    packed = np.uint64(0)
+    packed_context = np.uint64(0)
     for i in range(end - size, end):
-        packed = (packed << np.uint64(bits)) | np.uint64(ids[i])
-    return mix(packed, size * bits)
+        packed_context = (packed_context << np.uint64(bits)) | np.uint64(ids[i])
+    return mix(packed_context, size * bits)
 
 
 @lean
@@ -125,8 +125,8 @@ def find_key(buckets, shift, keys, key):
 @lean
 def successors_of(starts, tokens, index):
     """Begin and end of the successors of context `index`, within `tokens` even if the file changed meanwhile."""
-    end = min(np.int64(starts[index + 1]), len(tokens))
-    return min(np.int64(starts[index]), end), end
+    successor_end = min(np.int64(starts[index + 1]), len(tokens))
+    return min(np.int64(starts[index]), successor_end), successor_end
 
 
 FAULTS = (  # the faults that `find_level_fault` finds; index 0: no fault
@@ -146,32 +146,32 @@ def find_level_fault(buckets, shift, keys, key_bits, starts, totals, tokens, cou
 
     Compiled look-up checks no index and relies on this. The arrays' lengths must already fit together.
     """
-    contexts, successors = len(keys), len(tokens)
-    if buckets[0] != 0 or buckets[len(buckets) - 1] != contexts:
+    context_count, successor_count = len(keys), len(tokens)
+    if buckets[0] != 0 or buckets[len(buckets) - 1] != context_count:
         return 1
     for bucket in range(len(buckets) - 1):
-        if buckets[bucket] > buckets[bucket + 1] or buckets[bucket + 1] > contexts:
+        if buckets[bucket] > buckets[bucket + 1] or buckets[bucket + 1] > context_count:
             return 1
         for i in range(np.int64(buckets[bucket]), np.int64(buckets[bucket + 1])):
             if np.int64(keys[i] >> np.uint64(shift)) != bucket:
                 return 1
             if (i > 0 and keys[i] <= keys[i - 1]) or (keys[i] >> np.uint64(key_bits)) != 0:
                 return 2
-    if starts[0] != 0 or starts[contexts] != successors:
+    if starts[0] != 0 or starts[context_count] != successor_count:
         return 3
-    for context in range(contexts):
-        begin, end = np.int64(starts[context]), np.int64(starts[context + 1])
-        if not 0 <= begin < end <= successors:
+    for context_index in range(context_count):
+        begin, end = np.int64(starts[context_index]), np.int64(starts[context_index + 1])
+        if not 0 <= begin < end <= successor_count:
             return 3
-        total, previous_count = np.uint64(0), _LARGEST
+        count_sum, previous_count = np.uint64(0), _LARGEST
         for i in range(begin, end):
             if tokens[i] >= vocabulary:
                 return 4
             if not 1 <= counts[i] <= previous_count:
                 return 5
             previous_count = np.uint64(counts[i])
-            total += previous_count
-        if np.uint64(totals[context]) < min(total, _LARGEST):
+            count_sum += previous_count
+        if np.uint64(totals[context_index]) < min(count_sum, _LARGEST):
             return 6
     return 0
 
@@ -180,11 +180,11 @@ def find_level_fault(buckets, shift, keys, key_bits, starts, totals, tokens, cou
 def context_grams(ids: np.ndarray, order: int, bits: int) -> tuple[np.ndarray, np.ndarray]:
     """(keys uint64, tokens uint32) of all n-grams of one document, in order of position."""
     gram_count = max(0, len(ids) - order + 1)
-    keys, tokens = np.empty(gram_count, np.uint64), np.empty(gram_count, np.uint32)
+    context_keys, last_tokens = np.empty(gram_count, np.uint64), np.empty(gram_count, np.uint32)
     for i in range(gram_count):
-        keys[i] = context_key(ids, i + order - 1, order - 1, bits)
-        tokens[i] = ids[i + order - 1]
-    return keys, tokens
+        context_keys[i] = context_key(ids, i + order - 1, order - 1, bits)
+        last_tokens[i] = ids[i + order - 1]
+    return context_keys, last_tokens
 
 
 @compile_function
@@ -195,30 +195,30 @@ def group_contexts(
 
     Example: a context with the tokens 1, 2, 9 and counts 4, 7, 1 has, for min_count 2, the tokens 2, 1 and total 12.
     """
-    grams = len(keys)
-    out_keys, lengths, totals = np.empty(grams, np.uint64), np.empty(grams, np.uint32), np.empty(grams, np.uint32)
-    ranks = np.empty(grams, np.uint64)  # most frequent first, then the lowest token
-    contexts, successors, begin = 0, 0, 0
-    while begin < grams:
-        end, total, stop = begin, np.uint64(0), successors
-        while end < grams and keys[end] == keys[begin]:
-            total += np.uint64(counts[end])
+    n_keys = len(keys)
+    out_keys, lengths, totals = np.empty(n_keys, np.uint64), np.empty(n_keys, np.uint32), np.empty(n_keys, np.uint32)
+    sort_keys = np.empty(n_keys, np.uint64)  # most frequent first, then the lowest token
+    context_count, successor_count, group_begin = 0, 0, 0
+    while group_begin < n_keys:
+        end, count_sum, sort_end = group_begin, np.uint64(0), successor_count
+        while end < n_keys and keys[end] == keys[group_begin]:
+            count_sum += np.uint64(counts[end])
             if counts[end] >= min_count:
-                ranks[stop] = ((_LARGEST - np.uint64(counts[end])) << np.uint64(32)) | np.uint64(tokens[end])
-                stop += 1
+                sort_keys[sort_end] = ((_LARGEST - np.uint64(counts[end])) << np.uint64(32)) | np.uint64(tokens[end])
+                sort_end += 1
             end += 1
-        _sort(ranks, successors, stop)
-        kept_count = min(stop - successors, max_successors)
+        _sort(sort_keys, successor_count, sort_end)
+        kept_count = min(sort_end - successor_count, max_successors)
         if kept_count:
-            out_keys[contexts], lengths[contexts] = keys[begin], kept_count
-            totals[contexts] = min(total, _LARGEST)
-            contexts, successors = contexts + 1, successors + kept_count
-        begin = end
-    out_tokens, out_counts = np.empty(successors, np.uint32), np.empty(successors, np.uint32)
-    for i in range(successors):
-        out_tokens[i] = ranks[i] & _LARGEST
-        out_counts[i] = _LARGEST - (ranks[i] >> np.uint64(32))
-    return out_keys[:contexts], lengths[:contexts], totals[:contexts], out_tokens, out_counts
+            out_keys[context_count], lengths[context_count] = keys[group_begin], kept_count
+            totals[context_count] = min(count_sum, _LARGEST)
+            context_count, successor_count = context_count + 1, successor_count + kept_count
+        group_begin = end
+    out_tokens, out_counts = np.empty(successor_count, np.uint32), np.empty(successor_count, np.uint32)
+    for i in range(successor_count):
+        out_tokens[i] = sort_keys[i] & _LARGEST
+        out_counts[i] = _LARGEST - (sort_keys[i] >> np.uint64(32))
+    return out_keys[:context_count], lengths[:context_count], totals[:context_count], out_tokens, out_counts
 
 
 @compile_function
@@ -239,23 +239,23 @@ def merge_grams(first: Grams, second: Grams) -> tuple[np.ndarray, ...]:
     """The fields of the sum of two `Grams`; counts saturate at 2^32 − 1."""
     keys_a, tokens_a, counts_a = first
     keys_b, tokens_b, counts_b = second
-    grams = len(keys_a) + len(keys_b)
-    keys, tokens, counts = np.empty(grams, np.uint64), np.empty(grams, np.uint32), np.empty(grams, np.uint32)
-    a, b, out = 0, 0, 0
+    capacity = len(keys_a) + len(keys_b)
+    keys, tokens, counts = np.empty(capacity, np.uint64), np.empty(capacity, np.uint32), np.empty(capacity, np.uint32)
+    a, b, out_count = 0, 0, 0
     while a < len(keys_a) or b < len(keys_b):
         has_a, has_b = a < len(keys_a), b < len(keys_b)
         if has_a and has_b and keys_a[a] == keys_b[b] and tokens_a[a] == tokens_b[b]:
-            keys[out], tokens[out] = keys_a[a], tokens_a[a]
-            counts[out] = min(np.uint64(counts_a[a]) + np.uint64(counts_b[b]), _LARGEST)
+            keys[out_count], tokens[out_count] = keys_a[a], tokens_a[a]
+            counts[out_count] = min(np.uint64(counts_a[a]) + np.uint64(counts_b[b]), _LARGEST)
             a, b = a + 1, b + 1
         elif has_a and (not has_b or keys_a[a] < keys_b[b] or (keys_a[a] == keys_b[b] and tokens_a[a] < tokens_b[b])):
-            keys[out], tokens[out], counts[out] = keys_a[a], tokens_a[a], counts_a[a]
+            keys[out_count], tokens[out_count], counts[out_count] = keys_a[a], tokens_a[a], counts_a[a]
             a += 1
         else:
-            keys[out], tokens[out], counts[out] = keys_b[b], tokens_b[b], counts_b[b]
+            keys[out_count], tokens[out_count], counts[out_count] = keys_b[b], tokens_b[b], counts_b[b]
             b += 1
-        out += 1
-    return keys[:out], tokens[:out], counts[:out]
+        out_count += 1
+    return keys[:out_count], tokens[:out_count], counts[:out_count]
 
 
 @compile_function
@@ -270,29 +270,29 @@ def count_buckets(keys, shift, buckets):
 @compile_function
 def count_frequent(starts, counts, min_count):
     """The numbers of contexts and of successors with a count ≥ `min_count`; a context's first count is its largest."""
-    contexts, successors = 0, 0
-    for context in range(len(starts) - 1):
-        contexts += counts[np.int64(starts[context])] >= min_count
+    context_count, successor_count = 0, 0
+    for context_index in range(len(starts) - 1):
+        context_count += counts[np.int64(starts[context_index])] >= min_count
     for count in counts:
-        successors += count >= min_count
-    return contexts, successors
+        successor_count += count >= min_count
+    return context_count, successor_count
 
 
-def merge_all(parts: Sequence[Grams]) -> Grams:
+def merge_all(grams_list: Sequence[Grams]) -> Grams:
     """The sum of one or more `Grams`, added in pairs."""
-    while len(parts) > 1:
-        pairs = [parts[i : i + 2] for i in range(0, len(parts), 2)]
-        parts = [Grams(*merge_grams(*pair)) if len(pair) == 2 else pair[0] for pair in pairs]
-    return parts[0]
+    while len(grams_list) > 1:
+        pairs = [grams_list[i : i + 2] for i in range(0, len(grams_list), 2)]
+        grams_list = [Grams(*merge_grams(*pair)) if len(pair) == 2 else pair[0] for pair in pairs]
+    return grams_list[0]
 
 
-def count_grams(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> Grams:
+def count_grams(document_grams: Sequence[tuple[np.ndarray, np.ndarray]]) -> Grams:
     """(keys, tokens) of documents → `Grams`."""
-    keys = np.concatenate([np.empty(0, np.uint64), *(keys for keys, _ in parts)])
-    tokens = np.concatenate([np.empty(0, np.uint32), *(tokens for _, tokens in parts)])
-    order = np.lexsort((tokens, keys))
-    keys, tokens = keys[order], tokens[order]
+    keys = np.concatenate([np.empty(0, np.uint64), *(keys for keys, _ in document_grams)])
+    tokens = np.concatenate([np.empty(0, np.uint32), *(tokens for _, tokens in document_grams)])
+    sort_order = np.lexsort((tokens, keys))
+    keys, tokens = keys[sort_order], tokens[sort_order]
     is_first = np.ones(len(keys), bool)
     is_first[1:] = (keys[1:] != keys[:-1]) | (tokens[1:] != tokens[:-1])
-    begins = np.flatnonzero(is_first)
-    return Grams(keys[begins], tokens[begins], np.diff(begins, append=len(keys)).astype(np.uint32))
+    first_indices = np.flatnonzero(is_first)
+    return Grams(keys[first_indices], tokens[first_indices], np.diff(first_indices, append=len(keys)).astype(np.uint32))

@@ -36,24 +36,24 @@ class ContextMap(NamedTuple):
     used: np.ndarray
 
 
-def new_map(contexts: int = 1 << 10) -> ContextMap:
-    """An empty map with capacity for `contexts` contexts and as many entries."""
-    slot_count = 1 << max(4, (_LOAD * contexts - 1).bit_length())
+def new_map(max_contexts: int = 1 << 10) -> ContextMap:
+    """An empty map with capacity for `max_contexts` contexts and as many entries."""
+    slot_count = 1 << max(4, (_LOAD * max_contexts - 1).bit_length())
     slots = np.zeros(slot_count, _SLOT)
     slots["head"] = -1
     return ContextMap(slots, np.zeros(slot_count // _LOAD, _ENTRY), np.zeros(2, np.int64))
 
 
-def with_capacity(contexts: ContextMap, added_count: int) -> ContextMap:
-    """`contexts`, or a larger copy of it, with capacity for `added_count` further contexts and entries."""
-    needed = max(int(contexts.used[0]), int(contexts.used[1])) + added_count
-    if needed <= len(contexts.entries):
-        return contexts
-    larger = new_map(2 * needed)
-    _copy_contexts(contexts, larger)
-    larger.entries[: contexts.used[1]] = contexts.entries[: contexts.used[1]]
-    larger.used[:] = contexts.used
-    return larger
+def with_capacity(context_map: ContextMap, added_count: int) -> ContextMap:
+    """`context_map`, or a larger copy of it, with capacity for `added_count` further contexts and entries."""
+    needed_capacity = max(int(context_map.used[0]), int(context_map.used[1])) + added_count
+    if needed_capacity <= len(context_map.entries):
+        return context_map
+    larger_map = new_map(2 * needed_capacity)
+    _copy_contexts(context_map, larger_map)
+    larger_map.entries[: context_map.used[1]] = context_map.entries[: context_map.used[1]]
+    larger_map.used[:] = context_map.used
+    return larger_map
 
 
 @lean
@@ -76,29 +76,29 @@ def _copy_contexts(contexts: ContextMap, larger: ContextMap) -> None:
 @lean
 def _unlink_entry(contexts: ContextMap, slot: int, token: int) -> int:
     """Unlink the entry of `token` at `slot`; −1 if there is none."""
-    previous, entry = -1, contexts.slots[slot].head
-    while entry >= 0 and contexts.entries[entry].token != token:
-        previous, entry = entry, contexts.entries[entry].following
-    if entry >= 0:
-        if previous < 0:
-            contexts.slots[slot].head = contexts.entries[entry].following
+    previous_index, entry_index = -1, contexts.slots[slot].head
+    while entry_index >= 0 and contexts.entries[entry_index].token != token:
+        previous_index, entry_index = entry_index, contexts.entries[entry_index].following
+    if entry_index >= 0:
+        if previous_index < 0:
+            contexts.slots[slot].head = contexts.entries[entry_index].following
         else:
-            contexts.entries[previous].following = contexts.entries[entry].following
-    return entry
+            contexts.entries[previous_index].following = contexts.entries[entry_index].following
+    return entry_index
 
 
 @lean
 def _insert_entry(contexts: ContextMap, slot: int, entry: int) -> None:
     """Insert `entry` by falling weight; of equal weights the newest comes first."""
     weight = contexts.entries[entry].weight
-    previous, following = -1, contexts.slots[slot].head
-    while following >= 0 and contexts.entries[following].weight > weight:
-        previous, following = following, contexts.entries[following].following
-    contexts.entries[entry].following = following
-    if previous < 0:
+    previous_index, next_index = -1, contexts.slots[slot].head
+    while next_index >= 0 and contexts.entries[next_index].weight > weight:
+        previous_index, next_index = next_index, contexts.entries[next_index].following
+    contexts.entries[entry].following = next_index
+    if previous_index < 0:
         contexts.slots[slot].head = entry
     else:
-        contexts.entries[previous].following = entry
+        contexts.entries[previous_index].following = entry
 
 
 @lean
@@ -106,10 +106,10 @@ def _new_entry(contexts: ContextMap, slot: int, key: np.uint64, token: int, weig
     if contexts.slots[slot].head < 0 and contexts.slots[slot].seen == 0:
         contexts.slots[slot].key = key
         contexts.used[0] += 1
-    entry = contexts.used[1]
+    entry_index = contexts.used[1]
     contexts.used[1] += 1
-    contexts.entries[entry].token, contexts.entries[entry].weight = token, weight
-    return entry
+    contexts.entries[entry_index].token, contexts.entries[entry_index].weight = token, weight
+    return entry_index
 
 
 # ------------------------------------------------------------------------------------------------- ADED, Algorithm 2
@@ -118,12 +118,12 @@ def _new_entry(contexts: ContextMap, slot: int, key: np.uint64, token: int, weig
 @lean
 def table_probability(level: Level, key: np.uint64, token: int) -> float:
     """The table's P(token | context `key`); 0 if it has no such n-gram."""
-    index = find_key(level.buckets, level.shift, level.keys, key)
-    if index >= 0:
-        begin, end = successors_of(level.starts, level.tokens, index)
+    context_index = find_key(level.buckets, level.shift, level.keys, key)
+    if context_index >= 0:
+        begin, end = successors_of(level.starts, level.tokens, context_index)
         for i in range(begin, end):
             if level.tokens[i] == token:
-                return level.counts[i] / max(level.totals[index], 1)
+                return level.counts[i] / max(level.totals[context_index], 1)
     return 0.0
 
 
@@ -131,23 +131,23 @@ def table_probability(level: Level, key: np.uint64, token: int) -> float:
 def adapt(contexts, level, ids, start, stop, vocabulary, increment, highest):
     """Algorithm 2 over the n-grams that end at ids[start : stop]; n-grams with ids beyond the table are skipped."""
     context_length = level.order - 1
-    for end in range(max(start, context_length), stop):
-        all_in_vocabulary = ids[end] < vocabulary
-        for i in range(end - context_length, end):
+    for position in range(max(start, context_length), stop):
+        all_in_vocabulary = ids[position] < vocabulary
+        for i in range(position - context_length, position):
             all_in_vocabulary = all_in_vocabulary and ids[i] < vocabulary
         if not all_in_vocabulary:
             continue
-        key = context_key(ids, end, context_length, level.bits)
+        key = context_key(ids, position, context_length, level.bits)
         slot = slot_of(contexts, key)
-        entry = _unlink_entry(contexts, slot, ids[end])
-        if entry < 0:
-            entry = _new_entry(contexts, slot, key, ids[end], table_probability(level, key, ids[end]))
+        entry_index = _unlink_entry(contexts, slot, ids[position])
+        if entry_index < 0:
+            entry_index = _new_entry(contexts, slot, key, ids[position], table_probability(level, key, ids[position]))
         else:
-            contexts.slots[slot].sum -= contexts.entries[entry].weight
-        contexts.entries[entry].weight = min(contexts.entries[entry].weight + increment, highest)
-        contexts.slots[slot].sum += contexts.entries[entry].weight
+            contexts.slots[slot].sum -= contexts.entries[entry_index].weight
+        contexts.entries[entry_index].weight = min(contexts.entries[entry_index].weight + increment, highest)
+        contexts.slots[slot].sum += contexts.entries[entry_index].weight
         contexts.slots[slot].seen += 1
-        _insert_entry(contexts, slot, entry)
+        _insert_entry(contexts, slot, entry_index)
 
 
 class Overlay:
@@ -189,22 +189,22 @@ def longer_key(key: np.uint64, token: int) -> np.uint64:
 @lean
 def index_text(contexts: ContextMap, ids: np.ndarray, start: int, stop: int, longest: int, decay: float) -> None:
     """Count each of ids[start : stop] as successor of its contexts of 1 to `longest` tokens; older counts decay."""
-    for end in range(max(start, 1), stop):
+    for position in range(max(start, 1), stop):
         key = np.uint64(0)
-        for context_length in range(1, min(longest, end) + 1):
-            key = longer_key(key, ids[end - context_length])
+        for context_length in range(1, min(longest, position) + 1):
+            key = longer_key(key, ids[position - context_length])
             slot = slot_of(contexts, key)
-            entry = _unlink_entry(contexts, slot, ids[end])
-            successor = contexts.slots[slot].head
-            while successor >= 0:
-                contexts.entries[successor].weight *= decay
-                successor = contexts.entries[successor].following
-            if entry < 0:
-                entry = _new_entry(contexts, slot, key, ids[end], 0.0)
+            entry_index = _unlink_entry(contexts, slot, ids[position])
+            decayed_index = contexts.slots[slot].head
+            while decayed_index >= 0:
+                contexts.entries[decayed_index].weight *= decay
+                decayed_index = contexts.entries[decayed_index].following
+            if entry_index < 0:
+                entry_index = _new_entry(contexts, slot, key, ids[position], 0.0)
             contexts.slots[slot].sum = contexts.slots[slot].sum * decay + 1.0
-            contexts.entries[entry].weight = contexts.entries[entry].weight * decay + 1.0
+            contexts.entries[entry_index].weight = contexts.entries[entry_index].weight * decay + 1.0
             contexts.slots[slot].seen += 1
-            _insert_entry(contexts, slot, entry)
+            _insert_entry(contexts, slot, entry_index)
 
 
 class TextIndex:
@@ -241,9 +241,9 @@ class Recycled(NamedTuple):
     probs: np.ndarray
 
 
-def new_recycled(longest: int, top_k: int, slots: int = _SLOTS) -> Recycled:
+def new_recycled(longest: int, top_k: int, slot_count: int = _SLOTS) -> Recycled:
     """An empty table of rows of `top_k` tokens; with 0 of them look-ups never find anything."""
-    capacity = slots if top_k else 1
+    capacity = slot_count if top_k else 1
     tokens, probs = np.zeros((capacity, max(1, top_k)), np.int32), np.zeros((capacity, max(1, top_k)), np.float32)
     return Recycled(longest if top_k else 0, np.zeros(capacity, np.uint64), np.zeros(capacity, np.int32), tokens, probs)
 
@@ -278,14 +278,14 @@ def recycle(recycled, ids, stop, tokens, parents, rows, top_k):
     for i in range(len(rows)):
         if not top_k[i, top_k_count] > 0:
             continue
-        node, position, key = rows[i] - 1, stop - 1, np.uint64(0)
+        node, text_position, key = rows[i] - 1, stop - 1, np.uint64(0)
         for _ in range(recycled.longest):
-            if node < 0 and position < 0:
+            if node < 0 and text_position < 0:
                 break
             if node >= 0:
                 key, node = longer_key(key, tokens[node]), parents[node]
             else:
-                key, position = longer_key(key, ids[position]), position - 1
+                key, text_position = longer_key(key, ids[text_position]), text_position - 1
             slot = recycled_slot(recycled, key)
             recycled.seen[slot] = recycled.seen[slot] + 1 if recycled.keys[slot] == key else 1
             recycled.keys[slot] = key

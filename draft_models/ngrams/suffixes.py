@@ -65,10 +65,10 @@ class SuffixWorkspace(NamedTuple):
 
 
 def new_suffix_workspace() -> SuffixWorkspace:
-    first, number = np.zeros((2, REACH + 1), np.int64)
+    begins, occurrence_counts = np.zeros((2, REACH + 1), np.int64)
     followers, tokens, counts = np.zeros((3, FEW), np.int64)
     cache = np.full((2**_REMEMBERED, 3), -1, np.int64)
-    return SuffixWorkspace(first, number, np.zeros((2, FEW), np.int64), followers, tokens, counts, cache)
+    return SuffixWorkspace(begins, occurrence_counts, np.zeros((2, FEW), np.int64), followers, tokens, counts, cache)
 
 
 def no_suffixes(vocabulary: int) -> Suffixes:
@@ -80,8 +80,8 @@ def join_documents(documents: Iterable[Sequence[int] | np.ndarray], vocabulary: 
     """`Suffixes.tokens` of documents."""
     dtype = token_type(vocabulary + 1)
     separator = np.array([vocabulary], dtype)
-    parts = [part for document in documents for part in (np.asarray(document, dtype), separator)]
-    return np.concatenate([np.empty(0, dtype), *parts])
+    token_arrays = [array for document in documents for array in (np.asarray(document, dtype), separator)]
+    return np.concatenate([np.empty(0, dtype), *token_arrays])
 
 
 def sort_suffixes(tokens: np.ndarray, vocabulary: int) -> Suffixes:
@@ -93,24 +93,24 @@ def sort_suffixes(tokens: np.ndarray, vocabulary: int) -> Suffixes:
     token_count, bits = len(tokens), token_bits(vocabulary + 1)
     require(token_count < 2**32, "suffixes", token_count, "fewer than 2^32 tokens: places are numbers of 32 bits")
     tokens_per_key = 64 // bits
-    padded = np.concatenate([tokens, np.full(REACH + tokens_per_key, vocabulary, tokens.dtype)])
-    order, begins = np.arange(token_count, dtype=np.uint32), np.zeros(token_count, bool)
-    begins[:1] = True
-    for depth in range(0, REACH, tokens_per_key):
-        group_numbers = np.cumsum(begins)
+    padded_tokens = np.concatenate([tokens, np.full(REACH + tokens_per_key, vocabulary, tokens.dtype)])
+    order, starts_group = np.arange(token_count, dtype=np.uint32), np.zeros(token_count, bool)
+    starts_group[:1] = True
+    for sorted_depth in range(0, REACH, tokens_per_key):
+        group_numbers = np.cumsum(starts_group)
         is_tied = np.bincount(group_numbers)[group_numbers] > 1  # others are already in their order
-        positions = order[is_tied].astype(np.int64) + depth
-        keys = np.zeros(len(positions), np.uint64)
-        for ahead in range(min(tokens_per_key, REACH - depth)):
-            keys = (keys << np.uint64(bits)) | padded[positions + ahead].astype(np.uint64)
-        ranked = np.lexsort((keys, group_numbers[is_tied]))
-        keys, order[is_tied] = keys[ranked], order[is_tied][ranked]
-        differ = begins[is_tied]
-        differ[1:] |= keys[1:] != keys[:-1]
-        begins[is_tied] = differ
-    starts = np.zeros(vocabulary + 1, np.uint32)
-    np.cumsum(np.bincount(tokens, minlength=vocabulary + 1)[:vocabulary], out=starts[1:])
-    return Suffixes(tokens, order, starts)
+        key_positions = order[is_tied].astype(np.int64) + sorted_depth
+        sort_keys = np.zeros(len(key_positions), np.uint64)
+        for offset in range(min(tokens_per_key, REACH - sorted_depth)):
+            sort_keys = (sort_keys << np.uint64(bits)) | padded_tokens[key_positions + offset].astype(np.uint64)
+        sort_order = np.lexsort((sort_keys, group_numbers[is_tied]))
+        sort_keys, order[is_tied] = sort_keys[sort_order], order[is_tied][sort_order]
+        tied_starts_group = starts_group[is_tied]
+        tied_starts_group[1:] |= sort_keys[1:] != sort_keys[:-1]
+        starts_group[is_tied] = tied_starts_group
+    token_starts = np.zeros(vocabulary + 1, np.uint32)
+    np.cumsum(np.bincount(tokens, minlength=vocabulary + 1)[:vocabulary], out=token_starts[1:])
+    return Suffixes(tokens, order, token_starts)
 
 
 def find_suffix_fault(suffixes: Suffixes, vocabulary: int) -> str:
@@ -140,20 +140,20 @@ def _compare_suffix(suffixes, position, recent, skip, size):
     size 2 it is "a b". Its first token is not compared.
     """
     for i in range(1, size):
-        expected = recent[skip + size - 1 - i]
+        context_token = recent[skip + size - 1 - i]
         token = _token_at(suffixes, position + i)
-        if token != expected:
-            return 1 if token > expected else -1
+        if token != context_token:
+            return 1 if token > context_token else -1
     return 0
 
 
 @lean
 def find_occurrences(suffixes, recent, skip, size):
     """Begin and end, in `order`, of the occurrences of the last `size` tokens before the latest `skip` tokens."""
-    token = recent[skip + size - 1]
-    if token + 1 >= len(suffixes.starts):
+    first_token = recent[skip + size - 1]
+    if first_token + 1 >= len(suffixes.starts):
         return np.int64(0), np.int64(0)
-    low, stop = np.int64(suffixes.starts[token]), np.int64(suffixes.starts[token + 1])
+    low, stop = np.int64(suffixes.starts[first_token]), np.int64(suffixes.starts[first_token + 1])
     high = stop
     while low < high:  # search the begin
         middle = (low + high) // 2
@@ -161,7 +161,7 @@ def find_occurrences(suffixes, recent, skip, size):
             low = middle + 1
         else:
             high = middle
-    first, step = low, 1
+    begin, step = low, 1
     while (
         low + step < stop and _compare_suffix(suffixes, np.int64(suffixes.order[low + step]), recent, skip, size) <= 0
     ):
@@ -173,7 +173,7 @@ def find_occurrences(suffixes, recent, skip, size):
             low = middle + 1
         else:
             high = middle
-    return first, low
+    return begin, low
 
 
 @lean
@@ -191,23 +191,23 @@ def _find_bound(suffixes, low, high, distance, token):
 @lean
 def _find_shortest_occurrences(suffixes, recent, workspace):
     """`find_occurrences` the last `LEAST` tokens, searched among those of all but the latest of these tokens."""
-    distance, key = LEAST - 1, np.int64(0)
-    for i in range(distance, 0, -1):
-        key = (key << 21) | recent[i]  # all ids are below 2^21
-    slot = (np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - _REMEMBERED)
-    if workspace.cache[slot, 0] != key:
-        workspace.cache[slot, 1], workspace.cache[slot, 2] = find_occurrences(suffixes, recent, 1, distance)
-        workspace.cache[slot, 0] = key
-    stop, occurrence_count = workspace.cache[slot, 2], 0
-    first = _find_bound(suffixes, workspace.cache[slot, 1], stop, distance, recent[0])
-    probe = first + FEW - 1
-    if probe < stop and _token_at(suffixes, np.int64(suffixes.order[probe]) + distance) == recent[0]:
-        return first, _find_bound(suffixes, probe + 1, stop, distance, recent[0] + 1)
-    while first + occurrence_count < stop and (
-        _token_at(suffixes, np.int64(suffixes.order[first + occurrence_count]) + distance) == recent[0]
+    prefix_length, packed_prefix = LEAST - 1, np.int64(0)
+    for recent_index in range(prefix_length, 0, -1):
+        packed_prefix = (packed_prefix << 21) | recent[recent_index]  # all ids are below 2^21
+    slot = (np.uint64(packed_prefix) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - _REMEMBERED)
+    if workspace.cache[slot, 0] != packed_prefix:
+        workspace.cache[slot, 1], workspace.cache[slot, 2] = find_occurrences(suffixes, recent, 1, prefix_length)
+        workspace.cache[slot, 0] = packed_prefix
+    range_end, occurrence_count = workspace.cache[slot, 2], 0
+    first_index = _find_bound(suffixes, workspace.cache[slot, 1], range_end, prefix_length, recent[0])
+    probe = first_index + FEW - 1
+    if probe < range_end and _token_at(suffixes, np.int64(suffixes.order[probe]) + prefix_length) == recent[0]:
+        return first_index, _find_bound(suffixes, probe + 1, range_end, prefix_length, recent[0] + 1)
+    while first_index + occurrence_count < range_end and (
+        _token_at(suffixes, np.int64(suffixes.order[first_index + occurrence_count]) + prefix_length) == recent[0]
     ):
         occurrence_count += 1  # few occurrences are read in any case, and these reads do not depend on one another
-    return first, first + occurrence_count
+    return first_index, first_index + occurrence_count
 
 
 @lean
@@ -218,21 +218,21 @@ def find_suffixes(suffixes, recent, text_length, workspace):
     looked up for each length. Once a context has few occurrences, all of them are read to `workspace.near`, and longer
     contexts are searched among them. text_length: of the text.
     """
-    vocabulary, max_length, size = len(suffixes.starts) - 1, 0, LEAST - 1
-    while max_length < min(REACH, text_length) and recent[max_length] < vocabulary:
+    vocab_size, max_length, context_length = len(suffixes.starts) - 1, 0, LEAST - 1
+    while max_length < min(REACH, text_length) and recent[max_length] < vocab_size:
         max_length += 1
-    while len(suffixes.order) > 0 and size < max_length:
-        if size < LEAST:
+    while len(suffixes.order) > 0 and context_length < max_length:
+        if context_length < LEAST:
             first, end = _find_shortest_occurrences(suffixes, recent, workspace)
         else:
-            first, end = find_occurrences(suffixes, recent, 0, size + 1)
+            first, end = find_occurrences(suffixes, recent, 0, context_length + 1)
         if first == end:
             break
-        size += 1
-        workspace.first[size], workspace.number[size] = first, end - first
+        context_length += 1
+        workspace.first[context_length], workspace.number[context_length] = first, end - first
         if end - first < FEW:
-            return _match_each(suffixes, recent, max_length, first, end, size, workspace), size
-    return size, size + 1
+            return _match_each(suffixes, recent, max_length, first, end, context_length, workspace), context_length
+    return context_length, context_length + 1
 
 
 @lean
@@ -242,7 +242,7 @@ def _match_each(suffixes, recent, max_length, first, end, size, workspace):
     `workspace.number` gets the number of occurrences of each longer context, up to `max_length` tokens.
     """
     workspace.number[size + 1 :] = 0
-    longest = size
+    longest_match = size
     for i in range(end - first):  # a separate loop: independent reads overlap their cache misses
         workspace.near[0, i] = _token_at(suffixes, np.int64(suffixes.order[first + i]) + size)
     for i in range(end - first):
@@ -251,8 +251,8 @@ def _match_each(suffixes, recent, max_length, first, end, size, workspace):
             match_length, position = match_length + 1, position - 1
             workspace.number[match_length] += 1
         workspace.near[1, i] = match_length
-        longest = max(longest, match_length)
-    return longest
+        longest_match = max(longest_match, match_length)
+    return longest_match
 
 
 @lean
@@ -263,27 +263,27 @@ def count_successors(suffixes, size, near_from, workspace):
     distinct successors and their counts. Returns the number of distinct successors, the largest count, and the number
     of occurrences sampled, ends of documents included.
     """
-    successor_count, largest, sampled, followers = 0, 0, 0, workspace.followers
+    successor_count, largest_count, sample_count, followers = 0, 0, 0, workspace.followers
     if size >= near_from:
         for i in range(workspace.number[near_from]):
             if workspace.near[1, i] >= size:
-                followers[sampled] = workspace.near[0, i]
-                sampled += 1
+                followers[sample_count] = workspace.near[0, i]
+                sample_count += 1
     else:
         for i in range(0, workspace.number[size], max(1, workspace.number[size] // SAMPLE)):
-            followers[sampled] = _token_at(suffixes, np.int64(suffixes.order[workspace.first[size] + i]) + size)
-            sampled += 1
-    ascend = min(size, near_from) < REACH  # then equal followers are adjacent; tokens beyond `REACH` are not sorted
-    for i in range(sampled):
+            followers[sample_count] = _token_at(suffixes, np.int64(suffixes.order[workspace.first[size] + i]) + size)
+            sample_count += 1
+    is_sorted = min(size, near_from) < REACH  # then equal followers are adjacent; tokens beyond `REACH` are not sorted
+    for i in range(sample_count):
         token = followers[i]
         if token >= len(suffixes.starts) - 1:
             continue
-        at = max(0, successor_count - 1) if ascend else 0
-        while at < successor_count and workspace.tokens[at] != token:
-            at += 1
-        if at == successor_count:
-            workspace.tokens[at], workspace.counts[at] = token, 0
+        successor_index = max(0, successor_count - 1) if is_sorted else 0
+        while successor_index < successor_count and workspace.tokens[successor_index] != token:
+            successor_index += 1
+        if successor_index == successor_count:
+            workspace.tokens[successor_index], workspace.counts[successor_index] = token, 0
             successor_count += 1
-        workspace.counts[at] += 1
-        largest = max(largest, workspace.counts[at])
-    return successor_count, largest, sampled
+        workspace.counts[successor_index] += 1
+        largest_count = max(largest_count, workspace.counts[successor_index])
+    return successor_count, largest_count, sample_count

@@ -72,10 +72,10 @@ class Level(NamedTuple):
 
     def find_fault(self, vocabulary: int) -> str:
         """Why compiled look-up could not rely on the arrays, or ""."""
-        for name, described in level_types(self.order, vocabulary, len(self.keys), len(self.tokens)).items():
-            array = getattr(self, name)
-            if (array.dtype, len(array)) != described:
-                return f"{name} are {len(array)} of {array.dtype}, expected {described[1]} of {described[0]}"
+        for array_name, expected in level_types(self.order, vocabulary, len(self.keys), len(self.tokens)).items():
+            array = getattr(self, array_name)
+            if (array.dtype, len(array)) != expected:
+                return f"{array_name} are {len(array)} of {array.dtype}, expected {expected[1]} of {expected[0]}"
         arrays = (self.starts, self.totals, self.tokens, self.counts)
         return kernels.FAULTS[
             kernels.find_level_fault(self.buckets, self.shift, self.keys, self.key_bits, *arrays, vocabulary)
@@ -84,8 +84,8 @@ class Level(NamedTuple):
     def grams(self) -> kernels.Grams:
         """All n-grams, in the order of (key, token)."""
         keys = np.repeat(self.keys, np.diff(self.starts))
-        order = np.lexsort((self.tokens, keys))
-        return kernels.Grams(keys, self.tokens[order].astype(np.uint32), self.counts[order])
+        sort_order = np.lexsort((self.tokens, keys))
+        return kernels.Grams(keys, self.tokens[sort_order].astype(np.uint32), self.counts[sort_order])
 
 
 @dataclass(frozen=True)
@@ -122,82 +122,82 @@ class TrigramTable:
         only the `max_successors` most frequent successors of a context (None: all)."""
         kernels.require_vocabulary(vocabulary)
         require(set(orders) <= set(ORDERS), "orders", tuple(orders), f"some of {ORDERS}")
-        ids = [np.asarray(document, np.uint32) for document in documents]
-        largest = int(max((document.max(initial=0) for document in ids), default=0))
-        require(largest < vocabulary, "token id", largest, f"below the vocabulary of {vocabulary}")
+        document_ids = [np.asarray(document, np.uint32) for document in documents]
+        largest_id = int(max((document.max(initial=0) for document in document_ids), default=0))
+        require(largest_id < vocabulary, "token id", largest_id, f"below the vocabulary of {vocabulary}")
         bits = kernels.token_bits(vocabulary)
         levels = {}
         for order in sorted(orders):
-            grams = kernels.count_grams([kernels.context_grams(document, order, bits) for document in ids])
+            grams = kernels.count_grams([kernels.context_grams(document, order, bits) for document in document_ids])
             levels[order] = make_level(
                 order, vocabulary, kernels.group_contexts(*grams, min_count, max_successors or vocabulary)
             )
-        facts: Facts = {"tokens": sum(map(len, ids)), "documents": len(ids)}
+        facts: Facts = {"tokens": sum(map(len, document_ids)), "documents": len(document_ids)}
         facts |= {"min_count": min_count, "max_successors": max_successors, "corpus": corpus}
-        suffix_array = sort_suffixes(join_documents(ids, vocabulary), vocabulary) if suffixes else None
+        suffix_array = sort_suffixes(join_documents(document_ids, vocabulary), vocabulary) if suffixes else None
         return cls(vocabulary, tokenizer, levels, facts, suffix_array)
 
     @classmethod
-    def open(cls, path: Path | str) -> "TrigramTable":
+    def open(cls, folder: Path | str) -> "TrigramTable":
         """Map a saved table into memory. Raises `UserError` unless the table is complete and valid."""
-        header, arrays = map_table(Path(path))
+        header, arrays = map_table(Path(folder))
         orders, bits = [order for order in ORDERS if f"{order}.keys" in arrays], kernels.token_bits(header.vocabulary)
         try:
             levels = {order: _join_level(order, bits, *(arrays[f"{order}.{n}"] for n in ARRAYS)) for order in orders}
             fields = [arrays[f"suffixes.{name}"] for name in Suffixes._fields if "suffixes.order" in arrays]
         except KeyError as error:
-            raise table_damage(path, f"no array {error}") from None
+            raise table_damage(folder, f"no array {error}") from None
         table = cls(header.vocabulary, header.tokenizer, levels, header.facts, Suffixes(*fields) if fields else None)
-        if unknown := sorted(arrays.keys() - table.arrays.keys()):
-            raise table_damage(path, f"arrays {', '.join(unknown)}")
+        if unknown_names := sorted(arrays.keys() - table.arrays.keys()):
+            raise table_damage(folder, f"arrays {', '.join(unknown_names)}")
         for order, level in levels.items():
             if fault := level.find_fault(header.vocabulary):
-                raise table_damage(path, f"order {order}: {fault}")
+                raise table_damage(folder, f"order {order}: {fault}")
         if table.suffixes is not None and (fault := find_suffix_fault(table.suffixes, header.vocabulary)):
-            raise table_damage(path, f"suffixes: {fault}")
+            raise table_damage(folder, f"suffixes: {fault}")
         return table
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
         """All arrays by the names that they have in a file."""
         arrays = {f"{order}.{name}": getattr(self.levels[order], name) for order in self.levels for name in ARRAYS}
-        suffixes = {} if self.suffixes is None else self.suffixes._asdict()
-        return arrays | {f"suffixes.{name}": array for name, array in suffixes.items()}
+        suffix_arrays = {} if self.suffixes is None else self.suffixes._asdict()
+        return arrays | {f"suffixes.{name}": array for name, array in suffix_arrays.items()}
 
     def save(self, folder: Path | str) -> None:
         """Write the table to a new directory, completely or not at all. Raises `UserError`.
 
         Arrays that are mapped from files are not loaded by safetensors from 0.8 on.
         """
-        path, arrays = Path(folder), self.arrays
-        require_no_table(path)
-        require_writable(path.parent)
-        staging = path.with_name(f".{path.name}.{os.getpid()}")
+        table_dir, arrays = Path(folder), self.arrays
+        require_no_table(table_dir)
+        require_writable(table_dir.parent)
+        temp_dir = table_dir.with_name(f".{table_dir.name}.{os.getpid()}")
         header = Header(_FORMAT, self.vocabulary, self.tokenizer, self.facts, _digest_arrays(arrays))
         try:
-            staging.mkdir()
-            save_file(arrays, staging / TABLE_FILE, {"ngrams": json.dumps(asdict(header))})
-            (staging / TABLE_FILE).chmod(staging.stat().st_mode & 0o666)  # safetensors lets only the owner read
-            os.replace(staging, path)
+            temp_dir.mkdir()
+            save_file(arrays, temp_dir / TABLE_FILE, {"ngrams": json.dumps(asdict(header))})
+            (temp_dir / TABLE_FILE).chmod(temp_dir.stat().st_mode & 0o666)  # safetensors lets only the owner read
+            os.replace(temp_dir, table_dir)
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{path}: cannot be written ({reason(error)}); free space or choose another") from None
+            raise UserError(f"{table_dir}: cannot be written ({reason(error)}); free space or choose another") from None
         finally:
-            shutil.rmtree(staging, ignore_errors=True)
+            shutil.rmtree(temp_dir, ignore_errors=True)
 
-    def require_tokenizer(self, digest: str, where: str) -> None:
+    def require_tokenizer(self, vocab_digest: str, option: str) -> None:
         """Raise `UserError` unless the table was built with the vocabulary of this `vocabulary_digest`."""
-        if digest != self.tokenizer:
+        if vocab_digest != self.tokenizer:
             raise UserError(
-                f"{where}: the n-gram table was built with another tokenizer (vocabulary {self.tokenizer[:12]}, "
-                f"this one is {digest[:12]}); build it again with tokenizer= the target's"
+                f"{option}: the n-gram table was built with another tokenizer (vocabulary {self.tokenizer[:12]}, "
+                f"this one is {vocab_digest[:12]}); build it again with tokenizer= the target's"
             )
 
-    def require_rows(self, rows: int, where: str) -> None:
-        """Raise `UserError` if the table could draft an id of `rows` or more; its tokenizer may have more ids."""
-        suffixes, has_more_ids = self.suffixes, self.vocabulary > rows
-        beyond = has_more_ids and any(bool((level.tokens >= rows).any()) for level in self.levels.values())
-        if beyond or (has_more_ids and suffixes is not None and suffixes.starts[rows] < suffixes.starts[-1]):
-            raise UserError(f"{where}: it holds ids beyond the target's {rows}; build it from other texts")
+    def require_rows(self, row_count: int, option: str) -> None:
+        """Raise `UserError` if the table could draft an id of `row_count` or more; its tokenizer may have more ids."""
+        suffixes, has_more_ids = self.suffixes, self.vocabulary > row_count
+        has_larger = has_more_ids and any(bool((level.tokens >= row_count).any()) for level in self.levels.values())
+        if has_larger or (has_more_ids and suffixes is not None and suffixes.starts[row_count] < suffixes.starts[-1]):
+            raise UserError(f"{option}: it holds ids beyond the target's {row_count}; build it from other texts")
 
     @property
     def nbytes(self) -> int:
@@ -207,12 +207,12 @@ class TrigramTable:
 def make_level(order: int, vocabulary: int, grouped: Sequence[np.ndarray], starts: np.ndarray | None = None) -> Level:
     """The level of these `Grouped` contexts. starts: where `Level.starts` are written; None: a new array."""
     keys, successor_counts, totals, tokens, counts = grouped
-    types = level_types(order, vocabulary, len(keys), len(tokens))
-    starts = np.empty(len(keys) + 1, types["starts"][0]) if starts is None else starts
+    array_types = level_types(order, vocabulary, len(keys), len(tokens))
+    starts = np.empty(len(keys) + 1, array_types["starts"][0]) if starts is None else starts
     starts[0] = 0
     np.cumsum(successor_counts, dtype=starts.dtype, out=starts[1:])
     buckets, tokens = (
-        np.zeros(types["buckets"][1], np.uint32),
+        np.zeros(array_types["buckets"][1], np.uint32),
         tokens.astype(kernels.token_type(vocabulary), copy=False),
     )
     level = _join_level(order, kernels.token_bits(vocabulary), buckets, keys, starts, totals, tokens, counts)
@@ -220,22 +220,22 @@ def make_level(order: int, vocabulary: int, grouped: Sequence[np.ndarray], start
     return level
 
 
-def _join_level(order: int, bits: int, buckets: np.ndarray, *arrays: np.ndarray) -> Level:
+def _join_level(order: int, bits_per_token: int, buckets: np.ndarray, *arrays: np.ndarray) -> Level:
     bucket_bits = (len(buckets) - 1).bit_length() - 1  # there are 2^bucket_bits buckets, and one more entry
-    return Level(order, bits, (order - 1) * bits - bucket_bits, buckets, *arrays)
+    return Level(order, bits_per_token, (order - 1) * bits_per_token - bucket_bits, buckets, *arrays)
 
 
-def level_types(order: int, vocabulary: int, contexts: int, successors: int) -> dict[str, tuple[np.dtype, int]]:
+def level_types(order: int, vocabulary: int, n_contexts: int, n_successors: int) -> dict[str, tuple[np.dtype, int]]:
     """Type and length of each array of a level. A bucket has 1 to 2 contexts."""
     key_bits, u4 = (order - 1) * kernels.token_bits(vocabulary), np.dtype(np.uint32)
-    bucket_bits = min(max(contexts.bit_length() - 1, 0), key_bits)
+    bucket_bits = min(max(n_contexts.bit_length() - 1, 0), key_bits)
     return {
         "buckets": (u4, 2**bucket_bits + 1),
-        "keys": (np.dtype(np.uint64), contexts),
-        "starts": (np.dtype(np.uint32 if successors < 2**32 else np.uint64), contexts + 1),
-        "totals": (u4, contexts),
-        "tokens": (kernels.token_type(vocabulary), successors),
-        "counts": (u4, successors),
+        "keys": (np.dtype(np.uint64), n_contexts),
+        "starts": (np.dtype(np.uint32 if n_successors < 2**32 else np.uint64), n_contexts + 1),
+        "totals": (u4, n_contexts),
+        "tokens": (kernels.token_type(vocabulary), n_successors),
+        "counts": (u4, n_successors),
     }
 
 
@@ -268,40 +268,40 @@ def map_table(path: Path) -> tuple[Header, Arrays]:
     """
     file = path / TABLE_FILE
     try:
-        with safe_open(file, "np") as stored:  # compares its header with the length of the file
-            metadata = stored.metadata() or {}
-            slices = {name: stored.get_slice(name) for name in stored.offset_keys()}
+        with safe_open(file, "np") as tensors_file:  # compares its header with the length of the file
+            metadata = tensors_file.metadata() or {}
+            slices = {name: tensors_file.get_slice(name) for name in tensors_file.offset_keys()}
             descriptions = [(name, view.get_dtype(), view.get_shape()) for name, view in slices.items()]
-        content = np.asarray(np.memmap(file, np.uint8, "r"))
+        file_bytes = np.asarray(np.memmap(file, np.uint8, "r"))
     except (OSError, SafetensorError) as error:
         raise UserError(f"{file}: no readable n-gram table ({reason(error)}); {_AGAIN}") from None
     try:
         header = construct(Header, parse_json(metadata.get("ngrams", "")))
-        arrays, start = {}, 8 + int.from_bytes(content[:8], "little")
+        arrays, begin_byte = {}, 8 + int.from_bytes(file_bytes[:8], "little")
         for name, dtype, shape in descriptions:  # safetensors leaves no gaps
             require(dtype in _TYPES and len(shape) == 1, name, (dtype, shape), f"one row of {', '.join(_TYPES)}")
-            stop = start + _TYPES[dtype].itemsize * shape[0]
-            arrays[name], start = content[start:stop].view(_TYPES[dtype]), stop
+            end_byte = begin_byte + _TYPES[dtype].itemsize * shape[0]
+            arrays[name], begin_byte = file_bytes[begin_byte:end_byte].view(_TYPES[dtype]), end_byte
     except UserError as error:
         raise table_damage(path, str(error)) from None
     return header, arrays
 
 
-def require_unaltered(path: Path) -> None:
-    """Raise `UserError` unless the arrays of the table in `path` are those that were written. Reads all of them."""
-    header, arrays = map_table(path)
+def require_unaltered(folder: Path) -> None:
+    """Raise `UserError` unless the arrays of the table in `folder` are those that were written. Reads all of them."""
+    header, arrays = map_table(folder)
     if _digest_arrays(arrays) != header.sha256:
-        raise table_damage(path, "its arrays are altered: another sha256")
+        raise table_damage(folder, "its arrays are altered: another sha256")
 
 
-def table_damage(path: Path | str, fault: str) -> UserError:
-    """The error for a table in `path` that is not as it was written."""
-    return UserError(f"{path}: damaged n-gram table ({fault}); {_AGAIN}")
+def table_damage(folder: Path | str, fault: str) -> UserError:
+    """The error for a table in `folder` that is not as it was written."""
+    return UserError(f"{folder}: damaged n-gram table ({fault}); {_AGAIN}")
 
 
-def table_digest(path: Path) -> str:
-    """A digest that identifies the content of the table in `path`, as it was written. Raises `UserError`."""
-    return digest_of(asdict(map_table(path)[0]))
+def table_digest(folder: Path) -> str:
+    """A digest that identifies the content of the table in `folder`, as it was written. Raises `UserError`."""
+    return digest_of(asdict(map_table(folder)[0]))
 
 
 def require_no_table(path: Path) -> None:
@@ -314,7 +314,7 @@ def require_no_table(path: Path) -> None:
 
 
 def _digest_arrays(arrays: Arrays) -> str:
-    digest = hashlib.sha256()
+    hasher = hashlib.sha256()
     for name in sorted(arrays):
-        digest.update(np.ascontiguousarray(arrays[name]).data)
-    return digest.hexdigest()
+        hasher.update(np.ascontiguousarray(arrays[name]).data)
+    return hasher.hexdigest()

@@ -61,12 +61,12 @@ def load_small_lm(
     try:
         if vocabulary is None and (why := why_not_by_layers(config)) is not None:
             raise NotByLayersError(why)
-        files, layers = open_tensors(source, revision), range(config.num_hidden_layers)
+        files, layer_ids = open_tensors(source, revision), range(config.num_hidden_layers)
         if pard2 is not None and target is not None and pard2.boundaries(target) is not None:
             tensors = read_projection(files, pard2, config.hidden_size, dtype, device)
             projection = TargetProjection(pard2, tensors, target)
-        coded = torch.device(device).type == "cpu"
-        model = load_proven(files, config, layers, dtype=dtype, device=device, role="small_lm", coded=coded)
+        keep_coded = torch.device(device).type == "cpu"
+        model = load_proven(files, config, layer_ids, dtype=dtype, device=device, role="small_lm", coded=keep_coded)
     except NotByLayersError:
         if vocabulary is not None or pard2 is not None:
             raise
@@ -77,11 +77,11 @@ def load_small_lm(
 
 def pass_tokens_of(config: PreTrainedConfig) -> tuple[int | None, int | None]:
     """The config's `MASK_TOKEN` and `PASS_TOKENS`, None if missing. Raises `UserError` for impossible values."""
-    rows = UNLIMITED if is_narrowed(config) else config.get_text_config().vocab_size
-    value_type, where = Annotated[int, Ge(0), Lt(rows)] | None, f"small_lm={config.name_or_path}"
-    mask = construct(value_type, getattr(config, MASK_TOKEN, None), f"{where}: {MASK_TOKEN}")
+    id_count = UNLIMITED if is_narrowed(config) else config.get_text_config().vocab_size
+    value_type, option = Annotated[int, Ge(0), Lt(id_count)] | None, f"small_lm={config.name_or_path}"
+    mask_id = construct(value_type, getattr(config, MASK_TOKEN, None), f"{option}: {MASK_TOKEN}")
     value_type = Annotated[int, Ge(1), Lt(2**10)] | None
-    return mask, construct(value_type, getattr(config, PASS_TOKENS, None), f"{where}: {PASS_TOKENS}")
+    return mask_id, construct(value_type, getattr(config, PASS_TOKENS, None), f"{option}: {PASS_TOKENS}")
 
 
 def last_id(lm: Target) -> int:
@@ -90,7 +90,7 @@ def last_id(lm: Target) -> int:
 
 
 def load_for_engine(
-    source: str, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype | str, rows: int | None
+    source: str, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype | str, padded_rows: int | None
 ) -> PreTrainedModel:
     """The causal LM in `source` as engines load it: a draft vocabulary is widened to the target's.
 
@@ -102,8 +102,8 @@ def load_for_engine(
     model = load_causal_lm(source, None, role="small_lm", dtype=dtype)
     if (vocabulary := read_draft_vocabulary(source, None, config)) is not None:
         widen(model, vocabulary, special_tokens(tokenizer))
-    if rows is not None:
-        fit_rows(model, rows, special_tokens(tokenizer))
+    if padded_rows is not None:
+        fit_rows(model, padded_rows, special_tokens(tokenizer))
     return model
 
 
@@ -130,15 +130,15 @@ def require_same_vocabulary(drafter: PreTrainedTokenizerBase, target: PreTrained
     drafter_ids, target_ids = drafter.get_vocab(), target.get_vocab()
     if drafter_ids == target_ids:
         return
-    differing = sorted(
+    conflicts = sorted(
         (target_ids.get(token, drafter_ids.get(token, 0)), token)
         for token in drafter_ids.keys() | target_ids.keys()
         if drafter_ids.get(token) != target_ids.get(token)
     )
-    _, token = differing[0]
+    _, token = conflicts[0]
     raise UserError(
         f"small_lm={drafter.name_or_path}: its vocabulary ({len(drafter_ids)} tokens) is not the target's "
-        f"({target.name_or_path}: {len(target_ids)} tokens); {len(differing)} tokens differ, first {token!r}: drafter "
+        f"({target.name_or_path}: {len(target_ids)} tokens); {len(conflicts)} tokens differ, first {token!r}: drafter "
         f"id {drafter_ids.get(token)}, target id {target_ids.get(token)}. Use a drafter of the target's own family"
     )
 
@@ -158,7 +158,7 @@ evaluate-checkpoint target={target:option} small_lm={path:option}
 WHAT = "An ordinary causal LM with the target's tokenizer."
 
 
-def describe_use(tokens: int) -> str:
+def describe_use(tokens_per_pass: int) -> str:
     """Instructions for a drafter of all tokens that drafts so many in one pass, 0: one."""
     return f"""{WHAT}
 
@@ -168,7 +168,7 @@ Outrider:
 evaluate-checkpoint target={{target:option}} small_lm={{path:option}}
 ```
 
-{describe_serving(tokens or 5, one_pass=tokens > 0)}
+{describe_serving(tokens_per_pass or 5, one_pass=tokens_per_pass > 0)}
 
 llama.cpp and OpenVINO: `outrider export checkpoint={{path:option}} engine=llama_cpp out_dir=DIR`, or \
 `engine=openvino`."""

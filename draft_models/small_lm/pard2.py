@@ -41,10 +41,10 @@ class ProjectionConfig(Settings):
 
         They are in the order of `pard2_target_layers`.
         """
-        layers = target.num_hidden_layers
-        boundaries = tuple(layer if layer >= 0 else layers + 1 + layer for layer in self.pard2_target_layers)
-        distinct = len({*boundaries} & {*range(layers + 1)}) == len(boundaries)
-        return boundaries if distinct and len(boundaries) * target.hidden_size == self.pard2_target_dim else None
+        layer_count = target.num_hidden_layers
+        boundaries = tuple(layer if layer >= 0 else layer_count + 1 + layer for layer in self.pard2_target_layers)
+        is_valid = len({*boundaries} & {*range(layer_count + 1)}) == len(boundaries)
+        return boundaries if is_valid and len(boundaries) * target.hidden_size == self.pard2_target_dim else None
 
 
 CONFIG_KEYS = ("pard2", "spd_type", *(field.name for field in fields(ProjectionConfig)))
@@ -52,10 +52,10 @@ CONFIG_KEYS = ("pard2", "spd_type", *(field.name for field in fields(ProjectionC
 
 def projection_config(config: PreTrainedConfig) -> ProjectionConfig | None:
     """What a small LM's config says of its projection; None: it is not PARD-2. Raises `UserError` naming the key."""
-    keys = {key: getattr(config, key) for key in CONFIG_KEYS[2:] if hasattr(config, key)}
-    if not (keys or getattr(config, "pard2", False) or getattr(config, "spd_type", None) == "pard2"):
+    key_values = {key: getattr(config, key) for key in CONFIG_KEYS[2:] if hasattr(config, key)}
+    if not (key_values or getattr(config, "pard2", False) or getattr(config, "spd_type", None) == "pard2"):
         return None
-    return construct(ProjectionConfig, keys, f"small_lm={config.name_or_path}: config.json")
+    return construct(ProjectionConfig, key_values, f"small_lm={config.name_or_path}: config.json")
 
 
 class TargetProjection(nn.Module):
@@ -68,24 +68,24 @@ class TargetProjection(nn.Module):
     def __init__(self, config: ProjectionConfig, tensors: dict[str, Tensor], target: PreTrainedConfig):
         """tensors: by the names of the file. target: the config of a target that fits."""
         super().__init__()
-        boundaries, name = config.boundaries(target) or (), f"{PROJECTION}weight"
-        parts = dict(zip(boundaries, tensors[name].chunk(len(boundaries), dim=1), strict=True))
-        self.boundaries, self.scale = tuple(sorted(parts)), config.pard2_scale
+        boundaries, weight_name = config.boundaries(target) or (), f"{PROJECTION}weight"
+        weight_chunks = dict(zip(boundaries, tensors[weight_name].chunk(len(boundaries), dim=1), strict=True))
+        self.boundaries, self.scale = tuple(sorted(weight_chunks)), config.pard2_scale
         self.normed = self.boundaries[-1] == target.num_hidden_layers
-        weight = torch.cat([parts[boundary] for boundary in self.boundaries], dim=1)  # [d, k · H_t]
+        weight = torch.cat([weight_chunks[boundary] for boundary in self.boundaries], dim=1)  # [d, k · H_t]
         self.target_proj = nn.Linear(weight.shape[1], weight.shape[0], bias=config.pard2_proj_bias, device="meta")
-        self.load_state_dict({**tensors, name: weight}, assign=True)
+        self.load_state_dict({**tensors, weight_name: weight}, assign=True)
         self.requires_grad_(False)
 
-    def join_states(self, aux: Tensor, norm: nn.Module) -> Tensor:
+    def join_states(self, aux_states: Tensor, norm: nn.Module) -> Tensor:
         """The projection's input, from the target's hidden states at `boundaries`; both [B, n, k · H_t].
 
         norm: the target's final norm.
         """
         if not self.normed:
-            return aux
-        *parts, last = aux.chunk(len(self.boundaries), dim=-1)
-        return torch.cat([*parts, norm(last)], dim=-1)
+            return aux_states
+        *chunks, last_chunk = aux_states.chunk(len(self.boundaries), dim=-1)
+        return torch.cat([*chunks, norm(last_chunk)], dim=-1)
 
     def forward(self, states: Tensor) -> Tensor:
         """states [B, n, k · H_t] → what is added to the embeddings [B, n, d]."""
@@ -107,18 +107,18 @@ class Pard2(LayerStack):
 
 
 def read_projection(
-    files: TensorFiles, config: ProjectionConfig, width: int, dtype: torch.dtype, device: torch.device | str
+    files: TensorFiles, config: ProjectionConfig, hidden_size: int, dtype: torch.dtype, device: torch.device | str
 ) -> dict[str, Tensor]:
     """The tensors of the projection to embeddings [width]. Raises `UserError` if one is missing or does not fit."""
     names = [f"{PROJECTION}weight", f"{PROJECTION}bias"][: 1 + config.pard2_proj_bias]
     is_in_model = names[0] in files.file_of
     path = None if is_in_model else find_file(files.source, PROJECTION_FILE, files.revision)
-    stored = dict(files.open_stored(names)) if is_in_model else {} if path is None else open_pickled(path)
-    for name, shape in zip(names, ([width, config.pard2_target_dim], [width]), strict=False):
-        stored_shape = [*stored[name].shape] if name in stored else "no such tensor"
-        if stored_shape != shape:
+    stored_tensors = dict(files.open_stored(names)) if is_in_model else {} if path is None else open_pickled(path)
+    for name, expected_shape in zip(names, ([hidden_size, config.pard2_target_dim], [hidden_size]), strict=False):
+        stored_shape = [*stored_tensors[name].shape] if name in stored_tensors else "no such tensor"
+        if stored_shape != expected_shape:
             raise UserError(
-                f"small_lm={files.source}: {name}: expected {shape} by its config.json (PARD-2), here or in "
+                f"small_lm={files.source}: {name}: expected {expected_shape} by its config.json (PARD-2), here or in "
                 f"{PROJECTION_FILE}, not {stored_shape}; fetch it again"
             )
-    return {name: stored[name].read().to(device, dtype) for name in names}
+    return {name: stored_tensors[name].read().to(device, dtype) for name in names}

@@ -86,13 +86,13 @@ def grouped_attention(
         if isinstance(attention_mask, TextMasks):
             return _attend_by_texts(module, query, key, value, attention_mask, **options), None
         return _attend_by_blocks(module, query, key, value, attention_mask, **options), None
-    queries, key_count = query.shape[2], key.shape[2]
-    is_causal = attention_mask is None and queries > 1
-    if is_causal and queries != key_count:
-        raise ValueError(f"attention over a filled cache needs a mask: {queries} queries, {key_count} keys")
+    q_len, kv_len = query.shape[2], key.shape[2]
+    is_causal = attention_mask is None and q_len > 1
+    if is_causal and q_len != kv_len:
+        raise ValueError(f"attention over a filled cache needs a mask: {q_len} queries, {kv_len} keys")
     if softcap is not None or s_aux is not None:
         if is_causal:
-            attention_mask = torch.ones(queries, key_count, dtype=torch.bool, device=query.device).tril()[None, None]
+            attention_mask = torch.ones(q_len, kv_len, dtype=torch.bool, device=query.device).tril()[None, None]
         out = _attend_by_capped_scores(query, key, value, attention_mask, dropout, scaling, softcap, s_aux)
         return out.transpose(1, 2), None
     if is_causal:
@@ -112,21 +112,21 @@ def _attend_to_cache(
     G query heads share a key head. They are concatenated along the query axis, so keys and values are read once and
     never copied.
     """
-    batch, heads, queries, width = query.shape
-    key_heads, key_count = key.shape[1], key.shape[2]
-    heads_per_key = heads // key_heads
-    single_text = (batch, value.shape[3]) == (1, width) and not dropout
-    if callable(_kernel) and mask is not None and single_text:
-        scale = scaling if scaling is not None else width**-0.5
+    batch, query_heads, q_len, head_dim = query.shape
+    key_heads, kv_len = key.shape[1], key.shape[2]
+    heads_per_key = query_heads // key_heads
+    fits_kernel = (batch, value.shape[3]) == (1, head_dim) and not dropout
+    if callable(_kernel) and mask is not None and fits_kernel:
+        scale = scaling if scaling is not None else head_dim**-0.5
         return _kernel(query.contiguous(), key, value, mask, scale)
     if heads_per_key > 1:
-        query = query.reshape(batch, key_heads, heads_per_key * queries, width)
-        if mask is not None and queries > 1:
-            mask_rows = mask.shape[0]
-            mask = mask.expand(mask_rows, heads_per_key, queries, key_count).reshape(mask_rows, 1, -1, key_count)
+        query = query.reshape(batch, key_heads, heads_per_key * q_len, head_dim)
+        if mask is not None and q_len > 1:
+            mask_batch = mask.shape[0]
+            mask = mask.expand(mask_batch, heads_per_key, q_len, kv_len).reshape(mask_batch, 1, -1, kv_len)
     attend = _attend_by_products if _kernel == "products" and not dropout else F.scaled_dot_product_attention
     out = attend(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
-    return out.reshape(batch, heads, queries, -1).transpose(1, 2)
+    return out.reshape(batch, query_heads, q_len, -1).transpose(1, 2)
 
 
 def _attend_by_texts(
@@ -136,20 +136,20 @@ def _attend_by_texts(
 
     Raises `KeysChangedError` if key or value is not what the cache returned.
     """
-    (joint_key, joint_value), *by_text = texts.entries
+    (joint_key, joint_value), *text_entries = texts.entries
     if key is not joint_key or value is not joint_value:
         raise KeysChangedError
-    passes = zip(query.split(texts.rows, dim=2), by_text, texts.masks, strict=True)
-    return torch.cat([grouped_attention(module, q, *entries, mask, **options)[0] for q, entries, mask in passes], dim=1)
+    inputs = zip(query.split(texts.rows, dim=2), text_entries, texts.masks, strict=True)
+    return torch.cat([grouped_attention(module, q, *entries, mask, **options)[0] for q, entries, mask in inputs], dim=1)
 
 
 def _attend_by_blocks(module: object, query: Tensor, key: Tensor, value: Tensor, band: Band, **options: Any) -> Tensor:
     """`grouped_attention` with a `Band`: [B, T, H, D]."""
-    rows_together = len(query) // len(band.blocks)  # rows with the same blocks
-    splits = zip(band.blocks, *(x.split(rows_together) for x in (query, key, value, band.first_keys)), strict=True)
+    rows_per_group = len(query) // len(band.blocks)  # rows with the same blocks
+    row_groups = zip(band.blocks, *(x.split(rows_per_group) for x in (query, key, value, band.first_keys)), strict=True)
     outputs = [
         _attend_alike_rows(module, queries, keys, values, replace(band, first_keys=starts, blocks=(blocks,)), **options)
-        for blocks, queries, keys, values, starts in splits
+        for blocks, queries, keys, values, starts in row_groups
     ]
     return torch.cat(outputs)
 
@@ -166,17 +166,17 @@ def _attend_alike_rows(module: object, query: Tensor, key: Tensor, value: Tensor
         return grouped_attention(module, queries, keys, values, band.block(block), **options)[0]
 
     (blocks,) = band.blocks
-    ranges = [_key_ranges(block, band.front) for block in blocks]
-    edges = sorted({0, key.shape[2], *chain(*chain(*ranges))})
-    pieces = [x.split([end - begin for begin, end in pairwise(edges)], 2) for x in (key, value)]
+    ranges_by_block = [_key_ranges(block, band.extra_keys) for block in blocks]
+    range_edges = sorted({0, key.shape[2], *chain(*chain(*ranges_by_block))})
+    kv_pieces = [x.split([end - begin for begin, end in pairwise(range_edges)], 2) for x in (key, value)]
     queries_by_block = query.split([block.end - block.begin for block in blocks], 2)
     outputs = []
-    for block, queries, block_ranges in zip(blocks, queries_by_block, ranges, strict=True):
-        tensors, run = (queries, *(_join_ranges(x, block_ranges) for x in pieces)), attend
-        is_long = tensors[1].shape[2] > band.BLOCK
-        if is_long and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            run = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=bool(options["dropout"]))
-        outputs.append(run(block, *tensors))
+    for block, queries, block_ranges in zip(blocks, queries_by_block, ranges_by_block, strict=True):
+        attend_inputs, attend_fn = (queries, *(_join_ranges(x, block_ranges) for x in kv_pieces)), attend
+        is_long = attend_inputs[1].shape[2] > band.BLOCK
+        if is_long and torch.is_grad_enabled() and any(x.requires_grad for x in attend_inputs):
+            attend_fn = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=bool(options["dropout"]))
+        outputs.append(attend_fn(block, *attend_inputs))
     return torch.cat(outputs, dim=1)
 
 
@@ -190,8 +190,8 @@ def _key_ranges(block: QueryBlock, front: int) -> list[tuple[int, int]]:
 def _join_ranges(pieces: Sequence[Tensor], ranges: Sequence[tuple[int, int]]) -> Tensor:
     """The positions in `ranges` of a tensor [B, H, K, D], which is split along K into `pieces`, also at all ends of
     `ranges`."""
-    pairs = [*zip(pieces, accumulate(piece.shape[2] for piece in pieces), strict=True)]  # each piece and its end
-    return torch.cat([piece for start, stop in ranges for piece, end in pairs if start < end <= stop], 2)
+    piece_ends = [*zip(pieces, accumulate(piece.shape[2] for piece in pieces), strict=True)]  # each piece and its end
+    return torch.cat([piece for start, stop in ranges for piece, end in piece_ends if start < end <= stop], 2)
 
 
 def _attend_by_products(
@@ -222,21 +222,21 @@ def _attend_by_capped_scores(
 
     Scores and softmax are in float32 or better, as in `_attend_by_products`.
     """
-    batch, heads, queries, width = query.shape
-    key_heads, keys = key.shape[1], key.shape[2]
-    flat = query.reshape(batch, key_heads, -1, width)
-    scores = _score_keys(flat, key).view(batch, heads, queries, keys) * (scale if scale is not None else width**-0.5)
+    batch, heads, q_len, head_dim = query.shape
+    key_heads, kv_len = key.shape[1], key.shape[2]
+    flat = query.reshape(batch, key_heads, -1, head_dim)
+    scores = _score_keys(flat, key).view(batch, heads, q_len, kv_len) * (scale if scale is not None else head_dim**-0.5)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
         lowest = torch.finfo(scores.dtype).min
         scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
     if sinks is not None:
-        column = sinks.to(scores.dtype).view(1, heads, 1, 1).expand(batch, heads, queries, 1)
-        scores = torch.cat([scores, column], dim=-1)
-    weights = scores.softmax(-1)[..., :keys].to(value.dtype)
+        sink_scores = sinks.to(scores.dtype).view(1, heads, 1, 1).expand(batch, heads, q_len, 1)
+        scores = torch.cat([scores, sink_scores], dim=-1)
+    weights = scores.softmax(-1)[..., :kv_len].to(value.dtype)
     weights = F.dropout(weights, dropout)
-    return (weights.view(batch, key_heads, -1, keys) @ value).view(batch, heads, queries, -1)
+    return (weights.view(batch, key_heads, -1, kv_len) @ value).view(batch, heads, q_len, -1)
 
 
 def _score_keys(query: Tensor, key: Tensor) -> Tensor:
@@ -250,7 +250,7 @@ def _score_keys(query: Tensor, key: Tensor) -> Tensor:
 
 
 # transformers' layers expect a contiguous result.
-AttentionInterface.register(ATTENTION, lambda *all, **more: (grouped_attention(*all, **more)[0].contiguous(), None))
+AttentionInterface.register(ATTENTION, lambda *args, **kw: (grouped_attention(*args, **kw)[0].contiguous(), None))
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)  # so that the model's own forward works with it too
 
 
@@ -269,14 +269,14 @@ def stock_attention_name(model: PreTrainedModel) -> str:
 
 
 @contextmanager
-def stock_attention(model: PreTrainedModel, name: str | None = None) -> Iterator[None]:
-    """Context manager: `model` uses transformers' attention `name`; None: that of `stock_attention_name`.
+def stock_attention(model: PreTrainedModel, attention_name: str | None = None) -> Iterator[None]:
+    """Context manager: `model` uses transformers' attention `attention_name`; None: that of `stock_attention_name`.
 
     The layers may be shared with the runtime, which uses ours.
     """
     implementation = model.config._attn_implementation
     if implementation == ATTENTION:  # a model that does not support ours has transformers' own already
-        model.set_attn_implementation(name or stock_attention_name(model))
+        model.set_attn_implementation(attention_name or stock_attention_name(model))
     try:
         yield
     finally:
@@ -290,7 +290,7 @@ def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.masked_fill_(~visible, torch.finfo(dtype).min)[None, None]
 
 
-def packed_band(documents: Tensor, window: int | None = None, *, band_class: type[Band] = Band) -> Band:
+def packed_band(document_ids: Tensor, window: int | None = None, *, band_class: type[Band] = Band) -> Band:
     """The mask of packed rows: causal, and only inside one document.
 
     documents [B, T]: the document number of each position, −1 for padding; documents must be contiguous. Padding sees
@@ -298,12 +298,12 @@ def packed_band(documents: Tensor, window: int | None = None, *, band_class: typ
 
     On a CPU its blocks end where documents do. A GPU prefers few blocks, of all rows.
     """
-    positions = torch.arange(documents.shape[1], device=documents.device)
-    begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
-    first_keys = torch.where(begins, positions, 0).cummax(1).values
+    positions = torch.arange(document_ids.shape[1], device=document_ids.device)
+    is_document_start = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)
+    first_keys = torch.where(is_document_start, positions, 0).cummax(1).values
     if window is not None:
         first_keys = torch.maximum(first_keys, positions - (window - 1))
-    if documents.device.type == "cpu":
-        ends = [[*row.nonzero()[:, 0].tolist(), len(row)] for row in begins]
-        return band_class(first_keys, tuple(map(band_class.cut, ends, first_keys.tolist())))
-    return band_class(first_keys, (band_class.cut([0, documents.shape[1]], first_keys.amin(0).tolist()),))
+    if document_ids.device.type == "cpu":
+        document_edges = [[*row.nonzero()[:, 0].tolist(), len(row)] for row in is_document_start]
+        return band_class(first_keys, tuple(map(band_class.cut, document_edges, first_keys.tolist())))
+    return band_class(first_keys, (band_class.cut([0, document_ids.shape[1]], first_keys.amin(0).tolist()),))

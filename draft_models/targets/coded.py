@@ -42,15 +42,15 @@ class CodedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] → [..., out]. Weights are decoded a block of rows at a time, and multiplied in float32."""
-        rows = max(1, BLOCK // (4 * self.in_features))
-        wide = as_multiplied(x)
+        block_rows = max(1, BLOCK // (4 * self.in_features))
+        wide_inputs = as_multiplied(x)
         outputs = [
-            F.linear(wide, part.decode(begin, begin + rows).to(wide))
-            for part in self.parts
-            for begin in range(0, len(part), rows)
+            F.linear(wide_inputs, coded_rows.decode(row_begin, row_begin + block_rows).to(wide_inputs))
+            for coded_rows in self.parts
+            for row_begin in range(0, len(coded_rows), block_rows)
         ]
         output = torch.cat(outputs, -1)  # [..., out]
-        return (output if self.bias is None else output + self.bias.to(wide)).to(x.dtype)
+        return (output if self.bias is None else output + self.bias.to(wide_inputs)).to(x.dtype)
 
 
 def as_multiplied(x: Tensor) -> Tensor:
@@ -66,9 +66,9 @@ def round_to_bytes(x: Tensor) -> Tensor:
     Processors multiply integers of 8 bits by codes two to three times as fast as bfloat16s (`engines.cpu.by_codes`).
     """
     groups = x.unflatten(-1, (-1, ROUNDED))
-    most = groups.abs().amax(-1, keepdim=True)
-    factor = torch.where(most < LEAST, 0.0, most.new_tensor(LARGEST_BYTE) / most)  # number / tensor rounds twice
-    return ((groups * factor).round() * (most / LARGEST_BYTE)).flatten(-2)
+    absmax = groups.abs().amax(-1, keepdim=True)
+    factor = torch.where(absmax < LEAST, 0.0, absmax.new_tensor(LARGEST_BYTE) / absmax)  # number / tensor rounds twice
+    return ((groups * factor).round() * (absmax / LARGEST_BYTE)).flatten(-2)
 
 
 class CodedEmbedding(nn.Module):
@@ -87,32 +87,32 @@ class CodedEmbedding(nn.Module):
 
 
 def keep_codes(
-    model: PreTrainedModel, codes: "Callable[[str], CodedRows | None]", name_of: Mapping[str, str], dtype: torch.dtype
+    model: PreTrainedModel, rows_of: "Callable[[str], CodedRows | None]", name_of: Mapping[str, str], dtype: torch.dtype
 ) -> dict[str, str]:
-    """Replace the linear layers and the embedding of `model` whose weights `codes` has. The model is on meta.
+    """Replace the linear layers and the embedding of `model` whose weights `rows_of` has. The model is on meta.
 
     codes: name in the file → rows, or None. name_of: the model's tensors → names in the file. dtype: of activations.
     Returns the part of `name_of` still to be read. A tied head gets the embedding's rows; the config is then untied.
     """
-    unread, modules = dict(name_of), dict(model.named_modules())
+    unread_names, modules = dict(name_of), dict(model.named_modules())
     head, embed = model.get_output_embeddings(), model.get_input_embeddings()
     is_tied = model.config.tie_word_embeddings
     head_takes_rows = is_tied and type(head) is nn.Linear
     embedding_takes_rows = type(embed) is nn.Embedding and (head_takes_rows or not is_tied)
-    for name, source in name_of.items():
-        path, _, parameter = name.rpartition(".")
-        module = modules.get(path)  # a file may hold more than the model
+    for name, stored_name in name_of.items():
+        module_name, _, param_name = name.rpartition(".")
+        module = modules.get(module_name)  # a file may hold more than the model
         linear = module if type(module) is nn.Linear else None
         is_embedding = module is embed and embedding_takes_rows
-        if parameter != "weight" or not (linear or is_embedding) or (rows := codes(source)) is None:
+        if param_name != "weight" or not (linear or is_embedding) or (coded_rows := rows_of(stored_name)) is None:
             continue
         if linear:
-            model.set_submodule(path, CodedLinear([rows], linear.bias, dtype))
+            model.set_submodule(module_name, CodedLinear([coded_rows], linear.bias, dtype))
         else:
-            model.set_input_embeddings(CodedEmbedding(rows, dtype))
+            model.set_input_embeddings(CodedEmbedding(coded_rows, dtype))
             if head_takes_rows:
-                model.set_output_embeddings(CodedLinear([rows], head.bias, dtype))
+                model.set_output_embeddings(CodedLinear([coded_rows], head.bias, dtype))
                 model.config.tie_word_embeddings = False
                 model.all_tied_weights_keys = {}
-        del unread[name]
-    return unread
+        del unread_names[name]
+    return unread_names

@@ -47,8 +47,8 @@ def open_encoder(source: str, revision: str | None = None) -> Encoder:
 
     eos, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
     encoder = Encoder(encode, tokenizer.get_vocab(), eos, tokenizer_digest(tokenizer), bos)
-    rows = None if os.path.isfile(source) else open_target.rows_beside(source, revision)
-    return encoder if rows is None or rows >= encoder.vocabulary else encoder._replace(rows=rows)
+    row_count = None if os.path.isfile(source) else open_target.embedding_rows_in(source, revision)
+    return encoder if row_count is None or row_count >= encoder.vocabulary else encoder._replace(rows=row_count)
 
 
 def _open_sentencepiece(source: str) -> Encoder:
@@ -65,6 +65,6 @@ def _open_sentencepiece(source: str) -> Encoder:
         ids: list[list[int]] = processor.encode(texts, out_type=int, num_threads=1)
         return ids
 
-    pieces = {processor.id_to_piece(i): i for i in range(processor.get_piece_size())}
-    eos, bos = (end if end >= 0 else None for end in (processor.eos_id(), processor.bos_id()))
-    return Encoder(encode, pieces, eos, hashlib.sha256(Path(source).read_bytes()).hexdigest(), bos)
+    id_by_piece = {processor.id_to_piece(i): i for i in range(processor.get_piece_size())}
+    eos, bos = (special_id if special_id >= 0 else None for special_id in (processor.eos_id(), processor.bos_id()))
+    return Encoder(encode, id_by_piece, eos, hashlib.sha256(Path(source).read_bytes()).hexdigest(), bos)

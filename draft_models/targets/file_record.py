@@ -18,7 +18,7 @@ from outrider.draft_models.formats.convert import cache_folder, stamp_of
 from outrider.draft_models.targets.tensor_files import TensorFiles
 
 SMALLEST = 2**29  # bytes of files that are worth a record
-_SOURCES = zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parents[1].glob("*/*.py"))))
+_CODE_CRC = zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parents[1].glob("*/*.py"))))
 
 
 class FileRecord:
@@ -33,9 +33,9 @@ class FileRecord:
         paths = files.paths() or []
         if sum(path.stat().st_size for path in paths) >= SMALLEST:
             stamp = stamp_of({path.name: path for path in paths})
-            versions = package_version(), _SOURCES, torch.__version__, transformers.__version__
-            text = json.dumps([versions, torch.backends.cpu.get_cpu_capability(), stamp, conditions], default=str)
-            self._path = cache_folder() / "records" / hashlib.sha256(text.encode()).hexdigest()[:32]
+            versions = package_version(), _CODE_CRC, torch.__version__, transformers.__version__
+            key_text = json.dumps([versions, torch.backends.cpu.get_cpu_capability(), stamp, conditions], default=str)
+            self._path = cache_folder() / "records" / hashlib.sha256(key_text.encode()).hexdigest()[:32]
 
     def read(self) -> object:
         """The content; None without a record."""

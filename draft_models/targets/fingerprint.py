@@ -52,12 +52,12 @@ class Fingerprint:
     def differences(self, target: "Fingerprint") -> list[str]:
         """Descriptions of the fields, except the path, in which `target` differs from the drafter's."""
         drafter_fields, target_fields = dataclasses.asdict(self), dataclasses.asdict(target)
-        words = [
-            f"{key}: drafter {value!r}, target {target_fields[key]!r}"
-            for key, value in drafter_fields.items()
-            if key not in ("target", "revision", "config", "tensors") and value != target_fields[key]
+        descriptions = [
+            f"{field_name}: drafter {value!r}, target {target_fields[field_name]!r}"
+            for field_name, value in drafter_fields.items()
+            if field_name not in ("target", "revision", "config", "tensors") and value != target_fields[field_name]
         ]
-        return words + model_differences(drafter_fields, target_fields)
+        return descriptions + model_differences(drafter_fields, target_fields)
 
 
 def require_text_alone(config: PreTrainedConfig) -> None:
@@ -105,30 +105,30 @@ def model_identity(files: TensorFiles, *, fetch: bool = True) -> dict[str, Any]:
 def deciding_config(source: str, revision: str | None) -> dict[str, object]:
     """The fields of config.json, without `NOT_DECIDING`, as they stand in the file, without transformers' defaults, and
     without those that repeat its `rope_parameters` for older readers."""
-    directory, revision = description_location(source, revision)
-    values, _ = PreTrainedConfig.get_config_dict(directory, revision=revision)
-    rope = dict[str, object]((key, values[key]) for key in ("model_type", "rope_parameters") if key in values)
-    older = [(key, value) for key, value in with_older_rope(rope).items() if key not in rope]
-    return {key: value for key, value in values.items() if key not in NOT_DECIDING and (key, value) not in older}
+    location, revision = description_location(source, revision)
+    fields, _ = PreTrainedConfig.get_config_dict(location, revision=revision)
+    rope_fields = dict[str, object]((key, fields[key]) for key in ("model_type", "rope_parameters") if key in fields)
+    old_items = [(key, value) for key, value in with_older_rope(rope_fields).items() if key not in rope_fields]
+    return {key: value for key, value in fields.items() if key not in NOT_DECIDING and (key, value) not in old_items}
 
 
-def model_differences(drafter: Mapping[str, Any], target: Mapping[str, Any]) -> list[str]:
+def model_differences(drafter_identity: Mapping[str, Any], target_identity: Mapping[str, Any]) -> list[str]:
     """How a target's `model_identity` differs from a drafter's, in words; facts that one lacks are not compared."""
-    configs = drafter.get("config"), target.get("config")
+    configs = drafter_identity.get("config"), target_identity.get("config")
     changes = [] if None in configs else config_differences(*configs)
-    words = [f"config.{key}: drafter {a!r}, target {b!r}" for key, a, b in changes]
-    return words + changed_parts(drafter.get("tensors") or {}, target.get("tensors") or {})
+    descriptions = [f"config.{key}: drafter {old!r}, target {new!r}" for key, old, new in changes]
+    return descriptions + changed_parts(drafter_identity.get("tensors") or {}, target_identity.get("tensors") or {})
 
 
-def changed_parts(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
-    """One line naming the parts of `before` whose digest differs in `after` or is missing there; empty: none."""
-    parts = [part for part in sorted(before) if before[part] != after.get(part)]
-    return [f"the weights differ in {list_words(parts)}"] if parts else []
+def changed_parts(old_digests: Mapping[str, str], digests: Mapping[str, str]) -> list[str]:
+    """One line naming the parts of `old_digests` whose digest differs in `digests` or is missing there; empty: none."""
+    changed = [part for part in sorted(old_digests) if old_digests[part] != digests.get(part)]
+    return [f"the weights differ in {list_words(changed)}"] if changed else []
 
 
-def config_differences(old: object, new: object) -> list[tuple[str, object, object]]:
+def config_differences(old_config: object, new_config: object) -> list[tuple[str, object, object]]:
     """The differences of two `deciding_config`s; a field that states its default equals a missing field."""
-    return differences(old, new) and differences(_add_defaults(old), _add_defaults(new))
+    return differences(old_config, new_config) and differences(_add_defaults(old_config), _add_defaults(new_config))
 
 
 def _add_defaults(config: Any) -> Any:

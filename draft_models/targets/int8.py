@@ -45,10 +45,10 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] → [..., out]. The codes are converted to floats in every call, a block of rows at a time."""
-        rows = max(1, BLOCK // (self.in_features * x.element_size()))
-        parts = [F.linear(x, part.to(x.dtype)) for part in self.codes.split(rows)]
-        summed = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-        return apply_scale(summed, self.scale.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        block_rows = max(1, BLOCK // (self.in_features * x.element_size()))
+        block_outputs = [F.linear(x, code_block.to(x.dtype)) for code_block in self.codes.split(block_rows)]
+        product = block_outputs[0] if len(block_outputs) == 1 else torch.cat(block_outputs, -1)
+        return apply_scale(product, self.scale.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
 Linear = nn.Linear | Int8Linear | CodedLinear  # a linear layer of a loaded model, before it gets another layout
@@ -71,7 +71,7 @@ def quantise_rows(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return codes.to(torch.int8), scale
 
 
-def quantise(model: nn.Module, dtype: torch.dtype, name: str) -> None:
+def quantise(model: nn.Module, dtype: torch.dtype, label: str) -> None:
     """Convert a frozen `model` in place to its int8 model, which computes in `dtype`. name: its option and value.
 
     The head is quantised like the other layers, even if it is tied to the embedding: in a small model it is a fifth of
@@ -79,28 +79,28 @@ def quantise(model: nn.Module, dtype: torch.dtype, name: str) -> None:
 
     Raises `UserError` for weights outside linear layers (see `require_linear`), or not finite.
     """
-    require_linear(model, name)
-    layers: dict[int, Int8Linear] = {}
-    for path, parent in list(model.named_modules()):
+    require_linear(model, label)
+    int8_by_id: dict[int, Int8Linear] = {}
+    for parent_name, parent in list(model.named_modules()):
         for child_name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
-                if id(child) not in layers:
-                    layers[id(child)] = _quantise_linear(child, dtype, f"{name}: {path}.{child_name}")
-                setattr(parent, child_name, layers[id(child)])
+                if id(child) not in int8_by_id:
+                    int8_by_id[id(child)] = _quantise_linear(child, dtype, f"{label}: {parent_name}.{child_name}")
+                setattr(parent, child_name, int8_by_id[id(child)])
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)  # not buffers: rotary frequencies are float32 in any model
 
 
-def _quantise_linear(linear: nn.Linear, dtype: torch.dtype, name: str) -> Int8Linear:
+def _quantise_linear(linear: nn.Linear, dtype: torch.dtype, label: str) -> Int8Linear:
     if not linear.weight.isfinite().all():
         raise UserError(
-            f"{name}: dtype=int8 has no numbers for weights that are NaN or infinite; fetch the model again"
+            f"{label}: dtype=int8 has no numbers for weights that are NaN or infinite; fetch the model again"
         )
     bias = None if linear.bias is None else linear.bias.detach().to(dtype)
     return Int8Linear(*quantise_rows(linear.weight, dtype), bias)
 
 
-def require_linear(model: nn.Module, name: str) -> None:
+def require_linear(model: nn.Module, label: str) -> None:
     """Raise `UserError` unless every matrix of `model` is a linear layer's or an embedding; it may be on meta."""
     unsupported = [
         f"{path} ({type(module).__name__})"
@@ -110,7 +110,7 @@ def require_linear(model: nn.Module, name: str) -> None:
     ]
     if unsupported:
         raise UserError(
-            f"{name}: dtype=int8 quantises linear layers, and these of its modules hold weights of another kind: "
+            f"{label}: dtype=int8 quantises linear layers, and these of its modules hold weights of another kind: "
             f"{list_words(unsupported)}. Decode with dtype=fast"
         )
 
@@ -118,7 +118,7 @@ def require_linear(model: nn.Module, name: str) -> None:
 def int8_bytes(model: nn.Module, itemsize: int) -> int:
     """The bytes of the int8 model of `model`, which may be on meta; other weights take `itemsize` bytes per number."""
     linears = [module for module in model.modules() if type(module) is nn.Linear]
-    codes = sum(linear.weight.numel() + itemsize * linear.out_features for linear in linears)
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}  # floats, if also a head
-    replaced = {id(linear.weight) for linear in linears} - embeddings
-    return codes + itemsize * sum(weight.numel() for weight in model.parameters() if id(weight) not in replaced)
+    code_bytes = sum(linear.weight.numel() + itemsize * linear.out_features for linear in linears)
+    embedding_ids = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}  # floats, if also a head
+    linear_ids = {id(linear.weight) for linear in linears} - embedding_ids
+    return code_bytes + itemsize * sum(weight.numel() for weight in model.parameters() if id(weight) not in linear_ids)

@@ -65,17 +65,17 @@ class _Trace:
 
 def find_layers(model: PreTrainedModel) -> str:
     """The name of the module list of the decoder layers. Raises `ValueError` if there is none."""
-    count = model.config.num_hidden_layers
+    layer_count = model.config.num_hidden_layers
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
+        if isinstance(module, nn.ModuleList) and len(module) == layer_count:
             return name
     raise ValueError("it has no list of decoder layers")
 
 
 def trace_forward(model: PreTrainedModel, **options: object) -> _Trace:
     """Trace the forward of the module that holds the layers, on `_trace_arguments`, in part replaced by `options`."""
-    base_name, _, attribute = find_layers(model).rpartition(".")
-    base = model.get_submodule(base_name)
+    base_name, _, list_attribute = find_layers(model).rpartition(".")
+    base_module = model.get_submodule(base_name)
     trace = _Trace([], [], [])
     embed = model.get_input_embeddings()
 
@@ -85,29 +85,29 @@ def trace_forward(model: PreTrainedModel, **options: object) -> _Trace:
 
         return module.register_forward_hook(hook, with_kwargs=True)
 
-    with ExitStack() as undo:
-        undo.enter_context(_probes_for_layers(model, trace.layers))
-        for name, module in list(base.named_modules()):
-            inside = name.startswith(f"{attribute}.") or name in ("", attribute)
-            if not inside and module is not embed:
-                undo.callback(note(f"{base_name}.{name}", module).remove)
-        undo.enter_context(_zeros_for_meta(base, embed))
+    with ExitStack() as exit_stack:
+        exit_stack.enter_context(_probes_for_layers(model, trace.layers))
+        for name, module in list(base_module.named_modules()):
+            is_in_layers = name.startswith(f"{list_attribute}.") or name in ("", list_attribute)
+            if not is_in_layers and module is not embed:
+                exit_stack.callback(note(f"{base_name}.{name}", module).remove)
+        exit_stack.enter_context(_zeros_for_meta(base_module, embed))
         with torch.no_grad():
-            base.eval()(**{**_trace_arguments(model), **options})
+            base_module.eval()(**{**_trace_arguments(model), **options})
     return trace
 
 
 @contextmanager
-def _probes_for_layers(model: PreTrainedModel, notes: list[dict[str, object]]) -> Iterator[None]:
-    """Replace the layers by probes that record their arguments in `notes`."""
-    base, _, attribute = find_layers(model).rpartition(".")
-    parent = model.get_submodule(base)
-    layers = getattr(parent, attribute)
-    setattr(parent, attribute, nn.ModuleList([_ProbeLayer(layer, notes) for layer in layers]))
+def _probes_for_layers(model: PreTrainedModel, call_records: list[dict[str, object]]) -> Iterator[None]:
+    """Replace the layers by probes that record their arguments in `call_records`."""
+    parent_name, _, list_attribute = find_layers(model).rpartition(".")
+    parent = model.get_submodule(parent_name)
+    layers = getattr(parent, list_attribute)
+    setattr(parent, list_attribute, nn.ModuleList([_ProbeLayer(layer, call_records) for layer in layers]))
     try:
         yield
     finally:
-        setattr(parent, attribute, layers)
+        setattr(parent, list_attribute, layers)
 
 
 def _trace_arguments(model: PreTrainedModel) -> dict[str, object]:
@@ -126,24 +126,24 @@ def _trace_arguments(model: PreTrainedModel) -> dict[str, object]:
 
 def _device_and_dtype(model: nn.Module) -> tuple[torch.device, torch.dtype]:
     """The device and dtype in which a forward of `model` can run: the CPU if its parameters are on the meta device."""
-    first = next(model.parameters())
-    return torch.device("cpu") if first.is_meta else first.device, first.dtype
+    first_parameter = next(model.parameters())
+    return torch.device("cpu") if first_parameter.is_meta else first_parameter.device, first_parameter.dtype
 
 
 @contextmanager
 def _zeros_for_meta(base: nn.Module, embed: nn.Module) -> Iterator[None]:
     """Context manager: parameters on the meta device, except the token embedding's, are replaced by zeros."""
-    originals = []
+    meta_parameters = []
     for module in base.modules():
         for name, parameter in module._parameters.items():
             if module is not embed and parameter is not None and parameter.is_meta:
-                originals.append((module, name, parameter))
-    for module, name, parameter in originals:
+                meta_parameters.append((module, name, parameter))
+    for module, name, parameter in meta_parameters:
         module._parameters[name] = nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype), False)
     try:
         yield
     finally:
-        for module, name, parameter in originals:
+        for module, name, parameter in meta_parameters:
             module._parameters[name] = parameter
 
 
@@ -154,58 +154,58 @@ def observe(model: PreTrainedModel) -> ModelSpec:
     except UserError:
         raise
     except Exception as error:  # any error of an architecture whose code does not support this
-        kind = model.config.model_type
-        raise UserError(f"architecture {kind!r} cannot be run layer by layer ({reason(error)})") from None
+        model_type = model.config.model_type
+        raise UserError(f"architecture {model_type!r} cannot be run layer by layer ({reason(error)})") from None
 
 
 def _spec_of_trace(model: PreTrainedModel) -> ModelSpec:
     """The structure of `model`. Raises `ValueError` for what `LayerStack` cannot do."""
-    states = {type(x) for x in DynamicCache(config=model.config).layers if not isinstance(x, DynamicLayer)}
-    if states:
-        raise ValueError(f"its layers do not keep keys and values, but a state ({min(k.__name__ for k in states)})")
+    types = {type(x) for x in DynamicCache(config=model.config).layers if not isinstance(x, DynamicLayer)}
+    if types:
+        raise ValueError(f"its layers do not keep keys and values, but a state ({min(k.__name__ for k in types)})")
     trace = trace_forward(model)
-    count = model.config.num_hidden_layers
-    if len(trace.layers) != count:
-        raise ValueError(f"its forward calls {len(trace.layers)} decoder layers, not {count}")
+    layer_count = model.config.num_hidden_layers
+    if len(trace.layers) != layer_count:
+        raise ValueError(f"its forward calls {len(trace.layers)} decoder layers, not {layer_count}")
     name_of_module = {id(module): name for name, module in model.named_modules()}
-    hidden = trace.layers[0]["hidden"]
-    assert isinstance(hidden, Tensor)
-    positions, input_norm = _modules_before_layers(trace, hidden.shape)
-    norms = [name for name, module, *_ in trace.after if not isinstance(module, nn.Dropout)]
-    if len(set(norms)) != 1:
-        raise ValueError(f"after its layers come {norms or 'nothing'}, not one norm")
+    layer_input = trace.layers[0]["hidden"]
+    assert isinstance(layer_input, Tensor)
+    positions_name, input_norm_name = _modules_before_layers(trace, layer_input.shape)
+    norm_names = [name for name, module, *_ in trace.after if not isinstance(module, nn.Dropout)]
+    if len(set(norm_names)) != 1:
+        raise ValueError(f"after its layers come {norm_names or 'nothing'}, not one norm")
     rotary_tables = _rotary_tables(trace)
-    slides = _sliding_layers(model, count)
+    slides = _sliding_layers(model, layer_count)
     head = model.get_output_embeddings()
     if head is None:
         raise ValueError("it has no head")
     return ModelSpec(
         layers=find_layers(model),
         embed=name_of_module[id(model.get_input_embeddings())],
-        norm=norms[0],
+        norm=norm_names[0],
         head=name_of_module[id(head)],
         calls=tuple(
             _layer_call(arguments, rotary_tables, slide) for arguments, slide in zip(trace.layers, slides, strict=True)
         ),
         tables=tuple(table for table, _ in rotary_tables),
-        positions=positions,
-        input_norm=input_norm,
-        scale=1.0 if positions or input_norm else float(hidden.flatten()[0]),  # the embeddings were ones
+        positions=positions_name,
+        input_norm=input_norm_name,
+        scale=1.0 if positions_name or input_norm_name else float(layer_input.flatten()[0]),  # the embeddings were ones
         logits=_logit_rule(model, name_of_module[id(head)]),
     )
 
 
 def _modules_before_layers(trace: _Trace, shape: torch.Size) -> tuple[str | None, str | None]:
     """The names of the embedding of learned positions and of the norm before the layers, whose output has `shape`."""
-    positions = input_norm = None
+    positions_name = input_norm_name = None
     for name, module, _, _, output in trace.before:
         if isinstance(module, nn.Dropout) or not isinstance(output, Tensor):
             continue
         if isinstance(module, nn.Embedding):
-            positions = name
+            positions_name = name
         elif output.shape == shape:
-            input_norm = name
-    return positions, input_norm
+            input_norm_name = name
+    return positions_name, input_norm_name
 
 
 def _rotary_tables(trace: _Trace) -> list[tuple[RotaryTable, object]]:
@@ -213,60 +213,60 @@ def _rotary_tables(trace: _Trace) -> list[tuple[RotaryTable, object]]:
     tables: list[tuple[RotaryTable, object]] = []
     for name, module, args, kwargs, output in trace.before:
         if isinstance(output, tuple) and len(output) == 2 and all(isinstance(part, Tensor) for part in output):
-            parameters = list(inspect.signature(type(module).forward).parameters)[1:]
-            arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
+            parameter_names = list(inspect.signature(type(module).forward).parameters)[1:]
+            arguments = {**dict(zip(parameter_names, args, strict=False)), **kwargs}
             options = {key: value for key, value in arguments.items() if not isinstance(value, Tensor)}
             tables.append((RotaryTable(name, tuple(options.items())), output))
     return tables
 
 
 def _layer_call(
-    arguments: Mapping[str, object], rotary_tables: Sequence[tuple[RotaryTable, object]], slides: bool
+    arguments: Mapping[str, object], rotary_tables: Sequence[tuple[RotaryTable, object]], is_sliding: bool
 ) -> LayerCall:
     """The `LayerCall` of a layer, from its traced arguments. Raises `ValueError` for an unknown argument."""
-    keywords: dict[str, str] = {}
+    keyword_of_role: dict[str, str] = {}
     table_index = 0
     for name, value in arguments.items():
         if name == "hidden" or value is None or isinstance(value, bool):
             continue
         if isinstance(value, DynamicCache):
-            keywords["cache"] = name
+            keyword_of_role["cache"] = name
         elif isinstance(value, Tensor) and value.dim() == 4 and value.shape[-2:] == (ROWS, ROWS):
-            keywords["mask"] = name
+            keyword_of_role["mask"] = name
         elif isinstance(value, Tensor) and value.shape == (1, ROWS) and not value.is_floating_point():
-            keywords["positions"] = name
+            keyword_of_role["positions"] = name
         elif isinstance(value, tuple) and any(value is output for _, output in rotary_tables):
-            keywords["rotary"] = name
+            keyword_of_role["rotary"] = name
             table_index = next(i for i, (_, output) in enumerate(rotary_tables) if value is output)
         else:
             raise ValueError(f"its layers take {name!r}, which is not known here")
-    if not {"cache", "mask"} <= set(keywords):
+    if not {"cache", "mask"} <= set(keyword_of_role):
         raise ValueError("a layer without a mask or a cache of keys and values: not attention")
-    return LayerCall(tuple(sorted(keywords.items())), table_index, slides)
+    return LayerCall(tuple(sorted(keyword_of_role.items())), table_index, is_sliding)
 
 
-def _sliding_layers(model: PreTrainedModel, count: int) -> list[bool]:
+def _sliding_layers(model: PreTrainedModel, layer_count: int) -> list[bool]:
     """Whether each layer gets a mask with a sliding window, as the model itself creates it from the config."""
     config = model.config
     window = getattr(config, "sliding_window", None)
     if window is None:
-        return [False] * count
+        return [False] * layer_count
     config.sliding_window = WINDOW
     try:
-        layers = trace_forward(model, attention_mask=None, past_key_values=None, use_cache=False).layers
+        layer_arguments = trace_forward(model, attention_mask=None, past_key_values=None, use_cache=False).layers
     finally:
         config.sliding_window = window
-    rows = torch.arange(ROWS)
-    causal = rows <= rows[:, None]
-    banded = causal & (rows > rows[:, None] - WINDOW)
-    slides = []
-    for arguments in layers:
+    positions = torch.arange(ROWS)
+    causal_mask = positions <= positions[:, None]
+    window_mask = causal_mask & (positions > positions[:, None] - WINDOW)
+    sliding_flags = []
+    for arguments in layer_arguments:
         mask = next((value for value in arguments.values() if isinstance(value, Tensor) and value.dim() == 4), None)
-        visible = causal if mask is None else (mask if mask.dtype == torch.bool else mask == 0)[0, 0].cpu()
-        if not torch.equal(visible, causal) and not torch.equal(visible, banded):
+        visible = causal_mask if mask is None else (mask if mask.dtype == torch.bool else mask == 0)[0, 0].cpu()
+        if not torch.equal(visible, causal_mask) and not torch.equal(visible, window_mask):
             raise ValueError("its masks are neither causal nor a sliding window")
-        slides.append(torch.equal(visible, banded))
-    return slides
+        sliding_flags.append(torch.equal(visible, window_mask))
+    return sliding_flags
 
 
 class _ConstantHead(nn.Module):
@@ -281,28 +281,28 @@ class _ConstantHead(nn.Module):
         return self.logits.expand(*hidden.shape[:-1], -1)
 
 
-def _logit_rule(model: PreTrainedModel, head: str) -> LogitRule:
+def _logit_rule(model: PreTrainedModel, head_name: str) -> LogitRule:
     """What the model does to its head's logits, found by a head of known output. Raises `ValueError` if unsupported."""
     device, dtype = _device_and_dtype(model)
-    logits = torch.linspace(-40, 40, model.config.get_text_config().vocab_size, device=device, dtype=dtype)
-    parent_name, _, attribute = head.rpartition(".")
+    head_logits = torch.linspace(-40, 40, model.config.get_text_config().vocab_size, device=device, dtype=dtype)
+    parent_name, _, head_attribute = head_name.rpartition(".")
     parent = model.get_submodule(parent_name)
-    head_module = getattr(parent, attribute)
+    head_module = getattr(parent, head_attribute)
     embed = model.get_input_embeddings()
-    setattr(parent, attribute, _ConstantHead(logits))
+    setattr(parent, head_attribute, _ConstantHead(head_logits))
     try:
         with _probes_for_layers(model, []), _zeros_for_meta(model, embed), torch.no_grad():
-            output = model.eval()(**_trace_arguments(model)).logits[0, -1]
+            model_logits = model.eval()(**_trace_arguments(model)).logits[0, -1]
     finally:
-        setattr(parent, attribute, head_module)
+        setattr(parent, head_attribute, head_module)
     candidates = [LogitRule(), LogitRule(cap=getattr(model.config, "final_logit_softcapping", None))]
     for name in ("logit_scale", "logits_scaling"):
         if value := getattr(model.config, name, None):
             candidates += [LogitRule(factor=value), LogitRule(divisor=value)]
     for rule in candidates:
-        if torch.equal(rule(logits).to(output.dtype), output):
+        if torch.equal(rule(head_logits).to(model_logits.dtype), model_logits):
             return rule
     for rule in candidates:  # none is exact
-        if torch.allclose(rule(logits).to(output.dtype), output, rtol=1e-5, atol=1e-6):
+        if torch.allclose(rule(head_logits).to(model_logits.dtype), model_logits, rtol=1e-5, atol=1e-6):
             return rule
     raise ValueError("it changes its head's logits in a way that is not known here")

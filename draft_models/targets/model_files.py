@@ -66,7 +66,7 @@ def final_norm(model: PreTrainedModel) -> nn.Module:
     return model.get_submodule(spec_of(model).norm)
 
 
-def empty_model(config: PreTrainedConfig, attention: str | None = ATTENTION) -> PreTrainedModel:
+def empty_model(config: PreTrainedConfig, attention_impl: str | None = ATTENTION) -> PreTrainedModel:
     """The causal LM of `config` with parameters on the meta device and real buffers (rope tables).
 
     attention: the implementation; None: transformers chooses. Raises `UserError` for a config that describes no model.
@@ -74,7 +74,7 @@ def empty_model(config: PreTrainedConfig, attention: str | None = ATTENTION) -> 
     try:
         with init_empty_weights(include_buffers=False), no_init_weights():  # nothing to initialise on meta
             model = AutoModelForCausalLM.from_config(
-                copy.deepcopy(config), attn_implementation=attention, trust_remote_code=False
+                copy.deepcopy(config), attn_implementation=attention_impl, trust_remote_code=False
             )
     except Exception as error:
         why = f"its {CONFIG_FILE} describes no model ({reason(error)})"
@@ -85,35 +85,35 @@ def empty_model(config: PreTrainedConfig, attention: str | None = ATTENTION) -> 
     return model
 
 
-def empty_layers(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrainedModel:
+def empty_layers(config: PreTrainedConfig, layer_indices: Sequence[int]) -> PreTrainedModel:
     """The same with the given layers only, in that order; each layer is configured as in the whole model."""
-    return pick_layers(empty_model(config), layers, {})
+    return pick_layers(empty_model(config), layer_indices, {})
 
 
-def pick_layers(model: PreTrainedModel, layers: Sequence[int], copied: dict[int, object]) -> PreTrainedModel:
+def pick_layers(model: PreTrainedModel, layer_indices: Sequence[int], memo: dict[int, object]) -> PreTrainedModel:
     """A copy of `model` with only the given layers, in that order.
 
     copied: the memo of `copy.deepcopy` (id of a part → its replacement), which is extended.
     """
     spec, all_layers = spec_of(model), decoder_layers(model)
-    copied[id(all_layers)] = nn.ModuleList()
-    picked = copy.deepcopy(model, copied)
+    memo[id(all_layers)] = nn.ModuleList()
+    small_model = copy.deepcopy(model, memo)
     # A layer may occur twice. All layers share one config, since transformers reads the attention to use from it.
-    layer_copies = [copy.deepcopy(all_layers[index], dict(copied)) for index in layers]
-    for number, layer in enumerate(layer_copies):
-        number_layer(layer, number)
-    module_list(picked, spec.layers).extend(layer_copies)
-    for name, values in settings_by_layer(model.config).items():
-        setattr(picked.config, name, [values[index] for index in layers])
-    picked.config.num_hidden_layers = len(layers)
-    picked.spec = spec.select(layers)  # type: ignore[assignment]
-    return picked
+    layer_copies = [copy.deepcopy(all_layers[index], dict(memo)) for index in layer_indices]
+    for new_index, layer in enumerate(layer_copies):
+        number_layer(layer, new_index)
+    module_list(small_model, spec.layers).extend(layer_copies)
+    for field_name, layer_values in settings_by_layer(model.config).items():
+        setattr(small_model.config, field_name, [layer_values[index] for index in layer_indices])
+    small_model.config.num_hidden_layers = len(layer_indices)
+    small_model.spec = spec.select(layer_indices)  # type: ignore[assignment]
+    return small_model
 
 
 def settings_by_layer(config: PreTrainedConfig) -> dict[str, Sequence[object]]:
     """The lists in `config` that have an entry for each layer, by name."""
-    lists = {name: values for name, values in vars(config).items() if isinstance(values, list | tuple)}
-    return {name: values for name, values in lists.items() if len(values) == config.num_hidden_layers}
+    list_fields = {name: entries for name, entries in vars(config).items() if isinstance(entries, list | tuple)}
+    return {name: entries for name, entries in list_fields.items() if len(entries) == config.num_hidden_layers}
 
 
 def number_layer(layer: nn.Module, index: int) -> None:
@@ -137,16 +137,16 @@ def load_causal_lm(
     if files.original is not None and not files.original.transformers_reads_weights:  # such as a GGUF file
         return _load_original(files, role, coded, **options)
     dict(files.open_stored(files.file_of))  # raises for a tensor in two files, which transformers would accept
-    where, revision = files.location
-    renamed = {"key_mapping": {f"^{re.escape(files.wrapper_prefix)}": ""}} if files.wrapper_prefix else {}
-    with Stage(f"loading {source} by transformers"), _with_metadata(where) as folder:
+    name_or_path, revision = files.location
+    key_options = {"key_mapping": {f"^{re.escape(files.wrapper_prefix)}": ""}} if files.wrapper_prefix else {}
+    with Stage(f"loading {source} by transformers"), _with_metadata(name_or_path) as folder:
         model = load_fitting(
             AutoModelForCausalLM, folder, f"{role}={source}", revision=revision, use_safetensors=files.original is None,
-            on_unused="ignore" if part else "refuse" if renamed else "warn", **({"config": part} if part else {}),
-            **renamed, **options,
+            on_unused="ignore" if part else "refuse" if key_options else "warn", **({"config": part} if part else {}),
+            **key_options, **options,
         )  # fmt: skip
-    model.name_or_path = model.config.name_or_path = where
-    if renamed:  # else saving the model would restore the prefix
+    model.name_or_path = model.config.name_or_path = name_or_path
+    if key_options:  # else saving the model would restore the prefix
         conversions = vars(model)["_weight_conversions"]
         conversions[:] = [conversion for conversion in conversions if conversion.target_patterns != [""]]
     return model
@@ -154,8 +154,8 @@ def load_causal_lm(
 
 def _load_original(files: TensorFiles, role: str, coded: bool, **options: Any) -> PreTrainedModel:
     """The whole causal LM of other files than safetensors, in its own class; options: as for `load_causal_lm`."""
-    described, revision = description_location(files.source, files.revision)
-    config = AutoConfig.from_pretrained(described, revision=revision, trust_remote_code=False)
+    name_or_path, revision = description_location(files.source, files.revision)
+    config = AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=False)
     config.dtype = options["dtype"]
     model = empty_model(config, options.get("attn_implementation"))
     names, device_map = {name: name for name in files.file_of}, options.get("device_map") or {"": torch.device("cpu")}
@@ -167,46 +167,46 @@ def _load_original(files: TensorFiles, role: str, coded: bool, **options: Any) -
 
 
 @contextmanager
-def _with_metadata(where: str) -> Iterator[str]:
-    """`where`; if its index lacks the "metadata" that transformers requires, a directory of links with it added."""
-    index = next((index for kind in (SAFETENSORS, PICKLES) if (index := Path(where, kind.index)).exists()), Path())
-    fields = read_mapping(index, "index", "fetch the checkpoint again") if index.name else {"metadata": {}}
-    if "metadata" in fields:
-        yield where
+def _with_metadata(source: str) -> Iterator[str]:
+    """`source`; if its index lacks the "metadata" that transformers requires, a directory of links with it added."""
+    index = next((index for kind in (SAFETENSORS, PICKLES) if (index := Path(source, kind.index)).exists()), Path())
+    index_json = read_mapping(index, "index", "fetch the checkpoint again") if index.name else {"metadata": {}}
+    if "metadata" in index_json:
+        yield source
         return
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as links_dir:
         for file in index.absolute().parent.iterdir():
             if file.name != index.name:
-                Path(folder, file.name).symlink_to(file)
-        write_json(Path(folder, index.name), {"metadata": {}, **fields})
-        yield folder
+                Path(links_dir, file.name).symlink_to(file)
+        write_json(Path(links_dir, index.name), {"metadata": {}, **index_json})
+        yield links_dir
 
 
 def load_generation_config(source: str, revision: str | None = None) -> GenerationConfig | None:
     """The contents of generation_config.json; None if there is no such file. Raises `UserError` for a damaged one."""
-    where, revision = description_location(source, revision)
-    file = locate_file(where, revision, GENERATION_FILE)
-    if file is None:
+    name_or_path, revision = description_location(source, revision)
+    config_path = locate_file(name_or_path, revision, GENERATION_FILE)
+    if config_path is None:
         return None
     what, remedy = "generation config", "fetch the model again"
-    read_json(file, what, remedy)
+    read_json(config_path, what, remedy)
     try:
-        return GenerationConfig.from_pretrained(where, revision=revision or "main", trust_remote_code=False)
+        return GenerationConfig.from_pretrained(name_or_path, revision=revision or "main", trust_remote_code=False)
     except Exception as error:
-        raise UserError(f"{file}: damaged {what} ({reason(error)}); {remedy}") from error
+        raise UserError(f"{config_path}: damaged {what} ({reason(error)}); {remedy}") from error
 
 
 def load_layers(
     files: TensorFiles,
     config: PreTrainedConfig,
-    layers: Sequence[int],
+    layer_indices: Sequence[int],
     *,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     role: str = "target",
     coded: bool = False,
 ) -> PreTrainedModel:
-    """The target with only `layers`: layer i of the result holds the weights of target layer `layers[i]`.
+    """The target with only `layer_indices`: layer i of the result holds the weights of target layer `layers[i]`.
 
     transformers assigns the tensors, as it does for a whole model: it renames and converts old ones, ties the head, and
     keeps some in float32. Reads only the embedding, those layers, the final norm and (if untied) the
@@ -214,13 +214,13 @@ def load_layers(
     coded: quantised weights stay as their file stores them (see `targets.coded`), where it can be so.
     Raises `UserError` if the weights do not fit the config.
     """
-    is_part = len(layers) < config.num_hidden_layers
+    omits_layers = len(layer_indices) < config.num_hidden_layers
     config = copy.deepcopy(config)
     config.dtype = dtype  # also the dtype of the buffers that transformers creates
-    model = empty_layers(config, layers)
-    stored_names = _stored_names(files, spec_of(model).layers, layers)
+    model = empty_layers(config, layer_indices)
+    stored_names = _stored_names(files, spec_of(model).layers, layer_indices)
     device_map = {"": torch.device(device)}
-    on_unused: OnUnused = "refuse" if files.wrapper_prefix else "ignore" if is_part else "warn"
+    on_unused: OnUnused = "refuse" if files.wrapper_prefix else "ignore" if omits_layers else "warn"
     return _fill_weights(model, files, stored_names, dtype, device_map, role, on_unused=on_unused, coded=coded)
 
 
@@ -232,7 +232,7 @@ def _fill_weights(
 
     transformers assigns the tensors: it loads a class whose instance is `model`.
     """
-    tied = model.config.tie_word_embeddings
+    is_tied = model.config.tie_word_embeddings
     if coded:
         stored_names = keep_codes(model, files.codes, stored_names, dtype)
     prefix = BASE_PREFIX if files.lacks_prefix else ""  # "model."; transformers adds its own, which may differ
@@ -244,26 +244,26 @@ def _fill_weights(
         tensors = files.open_for_transformers(set(stored_names.values()), device or "cpu", stage)
         load_fitting(
             class_of_model, None, f"{role}={files.source}", on_unused=on_unused, config=model.config, dtype=dtype,
-            state_dict={n.removeprefix(prefix): tensors[source] for n, source in stored_names.items()}, **options,
+            state_dict={key.removeprefix(prefix): tensors[stored] for key, stored in stored_names.items()}, **options,
         )  # fmt: skip
-    for name, buffer in buffers.items():
-        module, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(module), attribute, buffer)
-    model.config.tie_word_embeddings = tied
+    for buffer_name, buffer in buffers.items():
+        module_name, _, attr_name = buffer_name.rpartition(".")
+        setattr(model.get_submodule(module_name), attr_name, buffer)
+    model.config.tie_word_embeddings = is_tied
     model.requires_grad_(False).eval()
     return model if device is None else nn.Module.to(model, device)  # the rope buffers; PreTrainedModel's has no type
 
 
-def _stored_names(files: TensorFiles, list_name: str, layers: Sequence[int]) -> dict[str, str]:
-    """Tensor name in a model of `layers` → name in the files; a layer may occur several times."""
-    numbered, names = re.compile(rf"(^|\.){list_name.rpartition('.')[2]}\.(\d+)\."), dict[str, str]()
-    for source in files.file_of:
-        if (match := numbered.search(source)) is None:
-            names[source] = source
+def _stored_names(files: TensorFiles, layers_name: str, layer_indices: Sequence[int]) -> dict[str, str]:
+    """Tensor name in a model of `layer_indices` → name in the files; a layer may occur several times."""
+    layer_pattern, name_in_file = re.compile(rf"(^|\.){layers_name.rpartition('.')[2]}\.(\d+)\."), dict[str, str]()
+    for name in files.file_of:
+        if (match := layer_pattern.search(name)) is None:
+            name_in_file[name] = name
         else:
-            positions = [position for position, layer in enumerate(layers) if layer == int(match[2])]
-            names |= {f"{source[: match.start(2)]}{position}{source[match.end(2) :]}": source for position in positions}
-    return names
+            new_indices = [index for index, layer_index in enumerate(layer_indices) if layer_index == int(match[2])]
+            name_in_file |= {f"{name[: match.start(2)]}{index}{name[match.end(2) :]}": name for index in new_indices}
+    return name_in_file
 
 
 def load_fitting(cls: Any, where: str | None, name: str, *, on_unused: OnUnused, **options: object) -> PreTrainedModel:
@@ -274,19 +274,19 @@ def load_fitting(cls: Any, where: str | None, name: str, *, on_unused: OnUnused,
     """
     try:
         with _silence_transformers():
-            loaded, info = cls.from_pretrained(
+            model, info = cls.from_pretrained(
                 where, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )
     except UserError:
         raise
     except Exception as error:  # any error of an architecture for an unexpected config or unexpected weights
         raise UserError(f"{name}: cannot be loaded as a causal LM ({reason(error)})") from error
-    is_pard2, missing = hasattr(loaded.config, PROJECTION_KEY), sorted(info["missing_keys"])
+    is_pard2, missing = hasattr(model.config, PROJECTION_KEY), sorted(info["missing_keys"])
     unused = sorted(key for key in info["unexpected_keys"] if not (is_pard2 and key.startswith(PROJECTION)))
     faults = [f"no {list_words(missing)}"] if missing else []
     faults += [f"{key} of shape {[*has]}, not {[*wants]}" for key, has, wants in sorted(info["mismatched_keys"])[:1]]
-    tied = loaded.get_expanded_tied_weights_keys(all_submodels=True).items()
-    faults += [f"{a} and {b} differ, which are tied" for a, b in tied if a not in loaded.all_tied_weights_keys]
+    tied_pairs = model.get_expanded_tied_weights_keys(all_submodels=True).items()
+    faults += [f"{a} and {b} differ, which are tied" for a, b in tied_pairs if a not in model.all_tied_weights_keys]
     if faults or (on_unused == "refuse" and unused):
         prefixes = {stored.removesuffix(key) for key in missing for stored in unused if stored.endswith(f".{key}")}
         hint = f"; there with the prefix {list_words(sorted(prefixes))}" if prefixes else ""
@@ -300,7 +300,7 @@ def load_fitting(cls: Any, where: str | None, name: str, *, on_unused: OnUnused,
             f"{name}: {list_words(unused)}: not read, as its {CONFIG_FILE} describes no such tensors; where they are "
             "more than other heads, as biases, adapters and scales are, it is another model without them"
         )
-    return loaded
+    return model
 
 
 @contextmanager

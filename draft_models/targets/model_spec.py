@@ -30,9 +30,9 @@ def key_heads(config: PreTrainedConfig) -> int:
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
-def slots_of(positions: int) -> int:
+def slots_of(position_count: int) -> int:
     """The slots of a growing cache for so many positions: it doubles, so each position is copied about once."""
-    return max(256, 1 << (positions - 1).bit_length())
+    return max(256, 1 << (position_count - 1).bit_length())
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class LogitRule:
 
     def slope(self, logits: Tensor) -> Tensor | float:
         """Elementwise derivative of the transformed logits w.r.t. the head's `logits`."""
-        linear = self.factor / self.divisor
-        return linear if self.cap is None else linear * (1 - torch.tanh(logits * (linear / self.cap)).square())
+        scale = self.factor / self.divisor
+        return scale if self.cap is None else scale * (1 - torch.tanh(logits * (scale / self.cap)).square())
 
 
 @dataclass(frozen=True)
@@ -99,17 +99,17 @@ class ModelSpec:
     scale: float = 1.0
     logits: LogitRule = LogitRule()
 
-    def prefixes(self, layers: Iterable[int]) -> tuple[str, ...]:
-        """The name prefixes of all tensors outside the layers and of those in `layers`.
+    def prefixes(self, layer_indices: Iterable[int]) -> tuple[str, ...]:
+        """The name prefixes of all tensors outside the layers and of those in `layer_indices`.
 
         Also without the name of the base model, as base models are saved.
         """
-        parts = [self.head, self.embed, self.norm, self.positions, self.input_norm]
-        names = [*filter(None, parts), *(f"{self.layers}.{index}" for index in layers)]
+        module_names = [self.head, self.embed, self.norm, self.positions, self.input_norm]
+        names = [*filter(None, module_names), *(f"{self.layers}.{index}" for index in layer_indices)]
         base = f"{self.layers.partition('.')[0]}."
-        bare = [] if base == "model." else [name.removeprefix(base) for name in names if name.startswith(base)]
-        return tuple(f"{name}." for name in (*names, *bare))
+        bare_names = [] if base == "model." else [name.removeprefix(base) for name in names if name.startswith(base)]
+        return tuple(f"{name}." for name in (*names, *bare_names))
 
-    def select(self, layers: Sequence[int]) -> "ModelSpec":
+    def select(self, layer_indices: Sequence[int]) -> "ModelSpec":
         """The same for a model of the given layers, in that order."""
-        return replace(self, calls=tuple(self.calls[index] for index in layers))
+        return replace(self, calls=tuple(self.calls[index] for index in layer_indices))

@@ -12,21 +12,21 @@ from outrider.base.errors import UserError
 MARK = "draft_vocabulary"  # the key in config.json
 
 
-def spread_logits(logits: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
+def spread_logits(logits: Tensor, tokens: Tensor, vocab_size: int) -> Tensor:
     """logits [..., k] of `tokens` [k] → [..., vocabulary], with other logits so low that their probability is 0.
 
     They stay finite, since non-finite logits indicate a broken drafter.
     """
-    lowest = torch.finfo(logits.dtype).min / 2
-    return logits.new_full((*logits.shape[:-1], vocabulary), lowest).index_copy_(-1, tokens, logits)
+    filler_logit = torch.finfo(logits.dtype).min / 2
+    return logits.new_full((*logits.shape[:-1], vocab_size), filler_logit).index_copy_(-1, tokens, logits)
 
 
-def widen_rows(rows: Tensor, filler: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
-    """rows [k, …] of `tokens` [k] → [vocabulary, …], with `filler` […] for every other token.
+def widen_rows(weights: Tensor, filler_row: Tensor, tokens: Tensor, vocab_size: int) -> Tensor:
+    """rows [k, …] of `tokens` [k] → [vocabulary, …], with `filler_row` […] for every other token.
 
     For a head, give the mean of the rows: its logit is the mean of the draft tokens' logits, so never the largest.
     """
-    return filler.expand(vocabulary, *filler.shape).clone().index_copy_(0, tokens.to(rows.device), rows)
+    return filler_row.expand(vocab_size, *filler_row.shape).clone().index_copy_(0, tokens.to(weights.device), weights)
 
 
 class DraftVocabulary(nn.Module):
@@ -37,21 +37,21 @@ class DraftVocabulary(nn.Module):
     """
 
     tokens: Tensor
-    index_of: Tensor
+    draft_id_of: Tensor
 
     def __init__(self, tokens: Tensor, vocabulary: int):
         super().__init__()
-        index_of = tokens.new_full((vocabulary + 1,), len(tokens))  # the last entry: for ids of padded embeddings
-        index_of[tokens] = torch.arange(len(tokens), device=tokens.device)
+        draft_id_of = tokens.new_full((vocabulary + 1,), len(tokens))  # the last entry: for ids of padded embeddings
+        draft_id_of[tokens] = torch.arange(len(tokens), device=tokens.device)
         self.vocabulary = vocabulary
         self.register_buffer("tokens", tokens, persistent=False)
-        self.register_buffer("index_of", index_of, persistent=False)
+        self.register_buffer("draft_id_of", draft_id_of, persistent=False)
 
-    def inward(self, ids: Tensor) -> Tensor:
+    def to_draft_ids(self, ids: Tensor) -> Tensor:
         """The model's ids for the target's."""
-        return self.index_of[ids.clamp(max=self.vocabulary)]
+        return self.draft_id_of[ids.clamp(max=self.vocabulary)]
 
-    def outward(self, logits: Tensor) -> Tensor:
+    def to_target_logits(self, logits: Tensor) -> Tensor:
         """The model's logits [..., k + 1] → [..., vocabulary]."""
         return spread_logits(logits[..., : len(self.tokens)], self.tokens, self.vocabulary)
 
@@ -67,11 +67,11 @@ def is_narrowed(config: PreTrainedConfig) -> bool:
     return getattr(config, MARK, None) is not None
 
 
-def require_tokens(tokens: Tensor | None, count: int, vocabulary: int, file: str | Path) -> None:
+def require_tokens(tokens: Tensor | None, count: int, vocab_size: int, file: str | Path) -> None:
     """Raise `UserError` unless `tokens`, read from `file`, are `count` ascending ids of a vocabulary of that size."""
     # with both bounds at the ends, so that the ids are in range if the list ascends
-    ids = [-1, *([] if tokens is None or tokens.dtype != torch.long else tokens.flatten().tolist()), vocabulary]
-    if len(ids) != count + 2 or any(low >= high for low, high in pairwise(ids)):
+    bounded_ids = [-1, *([] if tokens is None or tokens.dtype != torch.long else tokens.flatten().tolist()), vocab_size]
+    if len(bounded_ids) != count + 2 or any(low >= high for low, high in pairwise(bounded_ids)):
         raise UserError(
-            f"{file}: expected {count} ascending token ids below {vocabulary} (draft vocabulary); restore it"
+            f"{file}: expected {count} ascending token ids below {vocab_size} (draft vocabulary); restore it"
         )

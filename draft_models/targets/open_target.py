@@ -52,7 +52,7 @@ _SUPPORTED = (
     "supported: fp8 with scales by block, ModelOpt's FP8, integers of 4 or 8 bits packed by GPTQ, AWQ or "
     "compressed-tensors, and GGUF files. Give the model it was made from, or a GGUF file of it"
 )
-NARROW = (SMALL_LM, "drafter.path")  # options that accept a drafter with a draft vocabulary
+NARROW_ROLES = (SMALL_LM, "drafter.path")  # options that accept a drafter with a draft vocabulary
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ class OpenTarget:
     def make_fingerprint(self, *, fetch: bool) -> Fingerprint:
         """The fingerprint; fetch: fetch and include tensors that are not on this machine yet."""
         record = FileRecord(self.files, "fingerprint", self.source, self.revision)
-        if (content := record.read()) is not None:
-            return construct(Fingerprint, content)
+        if (stored_fields := record.read()) is not None:
+            return construct(Fingerprint, stored_fields)
         fingerprint = fingerprint_target(self.files, self.config, self.tokenizer, fetch=fetch)
         record.write(asdict(fingerprint))
         return fingerprint
@@ -120,7 +120,7 @@ class OpenTarget:
 
     def layers(
         self,
-        layers: Sequence[int] | None = None,
+        layer_indices: Sequence[int] | None = None,
         *,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
@@ -132,10 +132,10 @@ class OpenTarget:
         coded: quantised weights stay as they are stored, for decoding on a CPU.
         int8: the int8 model, which computes in `dtype`; the weights are quantised from their stored dtype.
         """
-        chosen = range(self.config.num_hidden_layers) if layers is None else layers
-        loaded = stored_dtype(self.config) if int8 else dtype
-        first_device = "cpu" if int8 else device  # which has room for the 16-bit weights beside the codes
-        model = load_proven(self.files, self.config, chosen, dtype=loaded, device=first_device, coded=coded)
+        indices = range(self.config.num_hidden_layers) if layer_indices is None else layer_indices
+        load_dtype = stored_dtype(self.config) if int8 else dtype
+        load_device = "cpu" if int8 else device  # which has room for the 16-bit weights beside the codes
+        model = load_proven(self.files, self.config, indices, dtype=load_dtype, device=load_device, coded=coded)
         if int8:
             quantise(model, dtype, f"target={self.source}")
             nn.Module.to(model, device)
@@ -157,7 +157,7 @@ class OpenTarget:
 def load_proven(
     files: TensorFiles,
     config: PreTrainedConfig,
-    layers: Sequence[int],
+    layer_indices: Sequence[int],
     *,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
@@ -170,19 +170,19 @@ def load_proven(
     and of the rest the shapes are compared. `prove_weights` is skipped if a file is not here. What was proven of a
     large model is remembered (see `FileRecord`). Raises `UserError`.
     """
-    model = load_layers(files, config, layers, dtype=dtype, device=device, role=role, coded=coded)
-    record = FileRecord(files, "proof", [*layers], dtype, coded, device)
+    model = load_layers(files, config, layer_indices, dtype=dtype, device=device, role=role, coded=coded)
+    record = FileRecord(files, "proof", [*layer_indices], dtype, coded, device)
     if record.read():
         return model
     if files.original is not None and not files.original.transformers_reads_weights:
         files.original.prove_decoding()
     elif files.paths() is not None:  # all are on this machine
-        full_model, part = empty_model(config), None
+        full_model, part_config = empty_model(config), None
         if dtype.itemsize * sum(weight.numel() for weight in full_model.parameters()) > LARGEST_COPY:
             load_layers(files, config, range(config.num_hidden_layers), dtype=dtype, device="meta", role=role)
-            part = pick_layers(full_model, [0], {}).config
-        reference = load_causal_lm(files.source, files.revision, role=role, part=part, dtype=dtype)
-        prove_weights(model, layers, reference, f"{role}={files.source}")
+            part_config = pick_layers(full_model, [0], {}).config
+        reference = load_causal_lm(files.source, files.revision, role=role, part=part_config, dtype=dtype)
+        prove_weights(model, layer_indices, reference, f"{role}={files.source}")
     prove_layers(model, f"{role}={files.source}")
     record.write(True)
     return model
@@ -191,8 +191,8 @@ def load_proven(
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
     """The tokenizer's special token ids, under their names in model configs; None for one without a row (`rows_of`)."""
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    rows = rows_of(tokenizer)
-    return {name: None if rows and token is not None and token >= rows else token for name, token in ids.items()}
+    n_rows = rows_of(tokenizer)
+    return {name: None if n_rows and token is not None and token >= n_rows else token for name, token in ids.items()}
 
 
 def open_target(source: str, revision: str | None = None, *, by_layers: bool = True) -> OpenTarget:
@@ -210,15 +210,15 @@ def load_tokenizer(source: str, revision: str | None = None, *, role: str = "tar
 
     With role="tokenizer" nothing else in `source` is looked at, so that it may lack the weights.
     """
-    path, directory = find_gguf(source) if role == "tokenizer" else None, source
+    gguf_path, directory = find_gguf(source) if role == "tokenizer" else None, source
     if role != "tokenizer":
         directory, revision = description_location(source, revision)
-    kind = PreTrainedTokenizerFast if path is None and is_loaded_as_written(directory, revision) else AutoTokenizer
+    cls = PreTrainedTokenizerFast if gguf_path is None and is_loaded_as_written(directory, revision) else AutoTokenizer
     try:
-        if path is None:
-            tokenizer = kind.from_pretrained(directory, revision=revision or "main", trust_remote_code=False)
+        if gguf_path is None:
+            tokenizer = cls.from_pretrained(directory, revision=revision or "main", trust_remote_code=False)
         else:
-            tokenizer = gguf_tokenizer(open_gguf(path))
+            tokenizer = gguf_tokenizer(open_gguf(gguf_path))
         tokenizer.decode(tokenizer("a text")["input_ids"])  # some of its settings are only checked now
     except Exception as error:  # any error of the Hub client or of a tokenizer's own files
         raise UserError(f"{role}={source}: no usable tokenizer ({reason(error)})") from error
@@ -226,11 +226,11 @@ def load_tokenizer(source: str, revision: str | None = None, *, role: str = "tar
     return tokenizer
 
 
-def rows_beside(source: str, revision: str | None) -> int | None:
+def embedding_rows_in(source: str, revision: str | None) -> int | None:
     """The embedding rows of the model in a tokenizer's directory; None: no model there, or no such field."""
     file = locate_file(source, revision, CONFIG_FILE)
-    rows = read_mapping(file, "description of a model", "fetch the model again").get("vocab_size") if file else None
-    return rows if isinstance(rows, int) else None
+    n_rows = read_mapping(file, "description of a model", "fetch the model again").get("vocab_size") if file else None
+    return n_rows if isinstance(n_rows, int) else None
 
 
 def pick_device(name: str) -> torch.device:
@@ -291,15 +291,15 @@ def read_config(source: str, revision: str | None = None, *, role: str = "target
         raise UserError(f"{role}={source}: no such directory or file; give {MODEL}")
     require_description(source, revision, role)
     require_no_adapter(source, revision, role)
-    directory, revision = description_location(source, revision)
+    name_or_path, revision = description_location(source, revision)
     try:
-        config = AutoConfig.from_pretrained(directory, revision=revision, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=False)
     except Exception as error:  # any error of an architecture's config class for unexpected values
-        is_there = path.exists() or locate_file(directory, revision, CONFIG_FILE)
-        where = "" if is_there else "no such local directory, and not to be had from the Hub; "
-        raise UserError(f"{role}={source}: {where}no usable {CONFIG_FILE} ({reason(error)})") from error
+        has_config = path.exists() or locate_file(name_or_path, revision, CONFIG_FILE)
+        hint = "" if has_config else "no such local directory, and not to be had from the Hub; "
+        raise UserError(f"{role}={source}: {hint}no usable {CONFIG_FILE} ({reason(error)})") from error
     config.name_or_path = source
-    if role not in NARROW and is_narrowed(config):
+    if role not in NARROW_ROLES and is_narrowed(config):
         raise UserError(
             f"{role}={source}: a drafter over some of its target's tokens (draft_vocabulary in {CONFIG_FILE}), which "
             "cannot be a target; give it as small_lm, and here a model of all tokens"
@@ -317,23 +317,23 @@ def require_description(source: str, revision: str | None, role: str) -> None:
     file = find_file(source, CONFIG_FILE, revision)
     if file is None:
         return  # transformers says why
-    layers = read_mapping(file, "description of a model", "fetch the model again").get("num_hidden_layers", 1)
+    layer_count = read_mapping(file, "description of a model", "fetch the model again").get("num_hidden_layers", 1)
     # A config creates lists of this length before it checks other fields.
-    if not isinstance(layers, int) or not 1 <= layers <= MOST_LAYERS:
+    if not isinstance(layer_count, int) or not 1 <= layer_count <= MOST_LAYERS:
         raise UserError(
-            f"{role}={source}: no usable {CONFIG_FILE} (num_hidden_layers={layers!r}: expected 1 to {MOST_LAYERS})"
+            f"{role}={source}: no usable {CONFIG_FILE} (num_hidden_layers={layer_count!r}: expected 1 to {MOST_LAYERS})"
         )
-    quant = find_file(source, QUANT_FILE, revision)
-    algorithm = quantisation_of(Path(file), Path(quant)).get("quant_algo") if quant else None
+    quant_file = find_file(source, QUANT_FILE, revision)
+    algorithm = quantisation_of(Path(file), Path(quant_file)).get("quant_algo") if quant_file else None
     if algorithm is not None:
         raise UserError(f"{role}={source}: quantised by {algorithm!r} ({QUANT_FILE}); {_SUPPORTED}")
 
 
 def why_not_by_layers(config: PreTrainedConfig) -> str | None:
     """The reason why `LayerStack` cannot run a model of `config`; None if it can."""
-    described = getattr(config, "quantization_config", None) or {}
-    described = described if isinstance(described, dict) else described.to_dict()
-    if (why := why_not_text_alone(config) or why_quantised(described)) is not None:
+    quant_config = getattr(config, "quantization_config", None) or {}
+    quant_config = quant_config if isinstance(quant_config, dict) else quant_config.to_dict()
+    if (why := why_not_text_alone(config) or why_quantised(quant_config)) is not None:
         return why
     try:
         model_spec(config)
@@ -342,12 +342,12 @@ def why_not_by_layers(config: PreTrainedConfig) -> str | None:
     return None
 
 
-def why_quantised(settings: Mapping[str, object]) -> str | None:
+def why_quantised(quant_config: Mapping[str, object]) -> str | None:
     """What quantised weights that are not decoded here, by config.json's `quantization_config`; None if nothing did."""
-    if settings:
-        flags = (f"bitsandbytes ({key})" for key in ("load_in_8bit", "load_in_4bit") if settings.get(key))
-        method = str(settings.get("quant_method") or next(flags, "unnamed"))
-        return f"quantised by {method!r} (quantization_config in {CONFIG_FILE}); {_SUPPORTED}"
+    if quant_config:
+        bnb_methods = (f"bitsandbytes ({key})" for key in ("load_in_8bit", "load_in_4bit") if quant_config.get(key))
+        method_name = str(quant_config.get("quant_method") or next(bnb_methods, "unnamed"))
+        return f"quantised by {method_name!r} (quantization_config in {CONFIG_FILE}); {_SUPPORTED}"
     return None
 
 

@@ -39,20 +39,20 @@ class NotByLayersError(UserError):
     """A model that this toolkit cannot run layer by layer; its own forward may still do."""
 
 
-def prove_weights(model: PreTrainedModel, layers: Sequence[int], reference: PreTrainedModel, name: str) -> None:
+def prove_weights(model: PreTrainedModel, layer_indices: Sequence[int], reference: PreTrainedModel, label: str) -> None:
     """Raise `UserError` unless every tensor of `model` has the type and the bits that it has in `reference`.
 
     layers: the target's layers in `model`. reference: the target as transformers loads it, or its first layers.
     """
     expected_tensors = reference.state_dict()
-    layer_number = re.compile(rf"(?<={re.escape(model_files.spec_of(model).layers)}\.)\d+")
+    layer_pattern = re.compile(rf"(?<={re.escape(model_files.spec_of(model).layers)}\.)\d+")
     for key, tensor in model.state_dict().items():
-        target_key = layer_number.sub(lambda match: str(layers[int(match[0])]), key, count=1)
+        target_key = layer_pattern.sub(lambda match: str(layer_indices[int(match[0])]), key, count=1)
         expected = expected_tensors.get(target_key, tensor)  # `reference` may lack later layers, which are not compared
-        pair = [side.to(tensor.device).flatten().view(torch.uint8) for side in (tensor, expected)]
-        if expected.dtype != tensor.dtype or not torch.equal(*pair):
+        raw_bytes = [side.to(tensor.device).flatten().view(torch.uint8) for side in (tensor, expected)]
+        if expected.dtype != tensor.dtype or not torch.equal(*raw_bytes):
             raise UserError(
-                f"{name}: {target_key} is another tensor than the one that transformers loads from the same place, so "
+                f"{label}: {target_key} is another tensor than the one that transformers loads from the same place, so "
                 "the two would run different models; save the model again by transformers' save_pretrained"
             )
 
@@ -65,29 +65,29 @@ def prove_layers(model: PreTrainedModel, name: str, largest: int = LARGEST_COPY,
     runs through one layer of each kind only (see `_one_of_each_kind`). name: the model's option and value, for the
     message.
     """
-    short, *beyond = _prompt_lengths(model.config, model_files.layer_stack(model).windows)
+    short_length, *long_lengths = _prompt_lengths(model.config, model_files.layer_stack(model).windows)
     float32_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
-    for length in track_progress([short, *beyond], f"comparing {name} with its own forward", "texts"):
-        compared = model if length == short or float32_bytes <= largest else _one_of_each_kind(model)
+    for length in track_progress([short_length, *long_lengths], f"comparing {name} with its own forward", "texts"):
+        tested_model = model if length == short_length or float32_bytes <= largest else _one_of_each_kind(model)
         try:
-            with _compute_in_float32(compared, vocabulary), stock_attention(compared, "eager"):
-                ids = _probe_tokens(compared, length)
-                expected = _path_logits(compared, ids)
-            with _compute_in_float32(compared, vocabulary):
-                difference, position = _logit_gap(model_files.layer_stack(compared), expected, ids)
+            with _compute_in_float32(tested_model, vocabulary), stock_attention(tested_model, "eager"):
+                ids = _probe_tokens(tested_model, length)
+                expected_logits = _path_logits(tested_model, ids)
+            with _compute_in_float32(tested_model, vocabulary):
+                logit_gap, gap_location = _logit_gap(model_files.layer_stack(tested_model), expected_logits, ids)
         except Exception as error:  # any error of an architecture whose code does not support this
             raise NotByLayersError(f"{name}: cannot be run layer by layer ({reason(error)})") from None
-        if not difference <= EXACT:  # also true for NaN
+        if not logit_gap <= EXACT:  # also true for NaN
             raise NotByLayersError(
-                f"{name}: run layer by layer its logits differ from its own forward's by {difference:.2g} of their "
-                f"spread at {position} (rounding: up to {EXACT:.0e}), so its forward has an unknown step. "
+                f"{name}: run layer by layer its logits differ from its own forward's by {logit_gap:.2g} of their "
+                f"spread at {gap_location} (rounding: up to {EXACT:.0e}), so its forward has an unknown step. "
                 "Drafters that need no layers of it are not affected (prompt lookup, n-grams, small LMs)"
             )
 
 
 @contextmanager
-def _compute_in_float32(model: PreTrainedModel, vocabulary: int) -> Iterator[None]:
-    """Context manager: a `model` of 16 bits computes in float32, and has the first `vocabulary` tokens only.
+def _compute_in_float32(model: PreTrainedModel, max_tokens: int) -> Iterator[None]:
+    """Context manager: a `model` of 16 bits computes in float32, and has the first `max_tokens` tokens only.
 
     The tensors of a decoder layer are float32 only while the layer runs, so one layer at a time takes more memory. A
     model with a draft vocabulary keeps all of its tokens.
@@ -97,20 +97,20 @@ def _compute_in_float32(model: PreTrainedModel, vocabulary: int) -> Iterator[Non
         return
     embed, config = model.get_input_embeddings(), model.config.get_text_config()
     assert isinstance(embed, nn.Embedding | CodedEmbedding)
-    rows = config.vocab_size if draft_vocabulary_of(model) else min(vocabulary, config.vocab_size)
+    row_count = config.vocab_size if draft_vocabulary_of(model) else min(max_tokens, config.vocab_size)
     layers = model_files.decoder_layers(model)
-    in_layers = {id(tensor) for tensor in _half_tensors(layers)}
-    by_token = {id(weight) for part in (embed, model.get_output_embeddings()) for weight in part.parameters()}
-    outside = [tensor for tensor in _half_tensors(model) if id(tensor) not in in_layers]
-    half_data = {tensor: tensor.data for tensor in outside}
+    layer_tensor_ids = {id(tensor) for tensor in _half_tensors(layers)}
+    vocab_tensor_ids = {id(weight) for part in (embed, model.get_output_embeddings()) for weight in part.parameters()}
+    outer_tensors = [tensor for tensor in _half_tensors(model) if id(tensor) not in layer_tensor_ids]
+    half_data = {tensor: tensor.data for tensor in outer_tensors}
     padding_idx, vocab_size = embed.padding_idx, config.vocab_size
     with ExitStack() as undo:
         for layer in layers:
             undo.enter_context(_runs_in_float32(layer))
         try:
-            embed.padding_idx, config.vocab_size = None, rows
+            embed.padding_idx, config.vocab_size = None, row_count
             for tensor, data in half_data.items():
-                tensor.data = (data[:rows] if id(tensor) in by_token else data).float()
+                tensor.data = (data[:row_count] if id(tensor) in vocab_tensor_ids else data).float()
             yield
         finally:
             embed.padding_idx, config.vocab_size = padding_idx, vocab_size
@@ -152,18 +152,18 @@ def _one_of_each_kind(model: PreTrainedModel) -> PreTrainedModel:
     Layers are of the same kind if they are called in the same way, have the same entries in the config's lists, and
     consist of the same modules with the same switches: bools, strings and None.
     """
-    first_index: dict[tuple[LayerCall, str, str], int] = {}
-    by_layer = model_files.settings_by_layer(model.config).values()
+    index_of_kind: dict[tuple[LayerCall, str, str], int] = {}
+    layer_settings = model_files.settings_by_layer(model.config).values()
     for index, (layer, call) in enumerate(
         zip(model_files.decoder_layers(model), model_files.spec_of(model).calls, strict=True)
     ):
-        modules = [
+        module_kinds = [
             (type(module), sorted(item for item in vars(module).items() if type(item[1]) in (bool, str, type(None))))
             for module in layer.modules()
         ]
-        first_index.setdefault((call, str([values[index] for values in by_layer]), str(modules)), index)
-    shared: dict[int, object] = {id(weight): nn.Parameter(weight.data, False) for weight in model.parameters()}
-    return model_files.pick_layers(model, list(first_index.values()), shared)
+        index_of_kind.setdefault((call, str([entries[index] for entries in layer_settings]), str(module_kinds)), index)
+    memo: dict[int, object] = {id(weight): nn.Parameter(weight.data, False) for weight in model.parameters()}
+    return model_files.pick_layers(model, list(index_of_kind.values()), memo)
 
 
 def prove_rows(lm: WholeModel) -> None:
@@ -172,48 +172,48 @@ def prove_rows(lm: WholeModel) -> None:
     A forward may apply a window in addition to the given mask. So one text exceeds every number of tokens that the
     config calls a window.
     """
-    settings = lm.config.to_dict().items()
-    windows = [value for name, value in settings if "window" in name and type(value) is int]
+    config_items = lm.config.to_dict().items()
+    windows = [value for name, value in config_items if "window" in name and type(value) is int]
     for length in _prompt_lengths(lm.config, windows):
         try:
             ids = _probe_tokens(lm.model, length)
-            difference, position = _logit_gap(lm, _path_logits(lm.model, ids), ids)
+            logit_gap, gap_location = _logit_gap(lm, _path_logits(lm.model, ids), ids)
         except UserError:
             raise
         except Exception as error:  # any error of an architecture whose code does not support this
             raise UserError(
                 f"its forward does not take a 4-D mask, positions and a cache ({type(error).__name__}: {reason(error)})"
             ) from None
-        if not difference <= EXACT:
+        if not logit_gap <= EXACT:
             raise UserError(
-                f"its logits for a tree differ from those of each path alone by {difference:.1g} of their spread at "
-                f"{position} (rounding: up to {EXACT:.0e}), so it does not go by the given mask and positions"
+                f"its logits for a tree differ from those of each path alone by {logit_gap:.1g} of their spread at "
+                f"{gap_location} (rounding: up to {EXACT:.0e}), so it does not go by the given mask and positions"
             )
 
 
 def require_all_kept(config: PreTrainedConfig) -> None:
     """Raise `UserError` unless every layer of a model keeps every key and value: rejected rows are rolled back."""
     try:
-        kinds = {type(layer) for layer in DynamicCache(config=config).layers}
+        layer_types = {type(layer) for layer in DynamicCache(config=config).layers}
     except (KeyError, ValueError) as error:
         raise UserError(f"its layers are unknown to transformers' cache ({error})") from None
-    evicting = sorted(kind.__name__ for kind in kinds - {DynamicLayer})
-    if evicting:
-        raise UserError(f"its layers do not keep every key and value ({', '.join(evicting)})")
+    evicting_names = sorted(layer_type.__name__ for layer_type in layer_types - {DynamicLayer})
+    if evicting_names:
+        raise UserError(f"its layers do not keep every key and value ({', '.join(evicting_names)})")
 
 
 def _prompt_lengths(config: PreTrainedConfig, windows: Sequence[int | None]) -> list[int]:
     """Lengths of the prompts: a short one, and one that exceeds all `windows` up to `LONGEST_WINDOW`."""
-    beyond = [window + SHORT for window in windows if window is not None and 0 < window <= LONGEST_WINDOW]
-    longest = context_limit(config) - 4
-    return sorted({min(length, longest) for length in (SHORT, max([SHORT, *beyond]))})
+    long_lengths = [window + SHORT for window in windows if window is not None and 0 < window <= LONGEST_WINDOW]
+    max_length = context_limit(config) - 4
+    return sorted({min(length, max_length) for length in (SHORT, max([SHORT, *long_lengths]))})
 
 
 def _probe_tokens(model: PreTrainedModel, length: int) -> Tensor:
     """A prompt of `length` tokens, then root, dropped, kept and follower (see `_logit_gap`)."""
-    vocabulary = model.config.get_text_config().vocab_size
+    vocab_size = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(length)
-    return torch.randint(vocabulary, (length + 4,), generator=generator).to(model.device)
+    return torch.randint(vocab_size, (length + 4,), generator=generator).to(model.device)
 
 
 @torch.inference_mode()
@@ -228,8 +228,8 @@ def _path_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def _logit_gap(target: Target, expected: Tensor, ids: Tensor) -> tuple[float, str]:
-    """The largest difference of the logits of `target.rows` from the `expected` ones over all tokens, and its place.
+def _logit_gap(target: Target, ref_logits: Tensor, ids: Tensor) -> tuple[float, str]:
+    """The largest difference of the logits of `target.rows` from the `ref_logits` ones over all tokens, and its place.
 
     expected [length + 4, V]: see `_path_logits`. A root and its two children are fed in one pass after the prompt. Then
     the first child is dropped, and a token is fed after the second child:
@@ -237,17 +237,17 @@ def _logit_gap(target: Target, expected: Tensor, ids: Tensor) -> tuple[float, st
         prompt ─ root ┬ dropped
                       └ kept ─ follower
     """
-    length, cache = len(ids) - 4, target.cache(len(ids))  # of the prompt
+    prompt_len, cache = len(ids) - 4, target.cache(len(ids))  # of the prompt
     indices = torch.arange(len(ids), device=ids.device)
-    visible = torch.ones(length, length, dtype=torch.bool, device=ids.device).tril()
-    logits = [target.rows(ids[:length], indices[:length], visible, cache)[1]]
-    branches = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool, device=ids.device)
-    visible = torch.cat([branches.new_ones(3, length), branches], dim=1)
-    positions = indices[[length, length + 1, length + 1]]
-    logits.append(target.rows(ids[length:-1], positions, visible, cache)[1])
-    cache.keep(length, [0, 2])
-    logits.append(target.rows(ids[-1:], indices[[length + 2]], branches.new_ones(1, length + 3), cache)[1])
-    gaps = (torch.cat(logits) - expected).float().square().mean(-1).sqrt() / expected.float().std()  # [length + 4]
-    worst = int(gaps.argmax())
-    in_text = worst < length + 2
-    return float(gaps[worst]), f"token {worst + 1} of a text of {length + 2}" if in_text else "a branch of a tree"
+    visible = torch.ones(prompt_len, prompt_len, dtype=torch.bool, device=ids.device).tril()
+    logits = [target.rows(ids[:prompt_len], indices[:prompt_len], visible, cache)[1]]
+    tree_mask = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool, device=ids.device)
+    visible = torch.cat([tree_mask.new_ones(3, prompt_len), tree_mask], dim=1)
+    positions = indices[[prompt_len, prompt_len + 1, prompt_len + 1]]
+    logits.append(target.rows(ids[prompt_len:-1], positions, visible, cache)[1])
+    cache.keep(prompt_len, [0, 2])
+    logits.append(target.rows(ids[-1:], indices[[prompt_len + 2]], tree_mask.new_ones(1, prompt_len + 3), cache)[1])
+    gaps = (torch.cat(logits) - ref_logits).float().square().mean(-1).sqrt() / ref_logits.float().std()  # [T + 4]
+    index = int(gaps.argmax())
+    in_text = index < prompt_len + 2
+    return float(gaps[index]), f"token {index + 1} of a text of {prompt_len + 2}" if in_text else "a branch of a tree"

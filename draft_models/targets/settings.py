@@ -40,8 +40,8 @@ class InputPath(Named):
 
     def require(self, key: str, value: str) -> None:
         """Raise `UserError` if `value` is a local path that does not exist, or of something else at first sight."""
-        elsewhere = value in self.besides or (self.hub and not is_local(value))
-        if not elsewhere and (fault := self._fault(value)):
+        is_exempt = value in self.besides or (self.hub and not is_local(value))
+        if not is_exempt and (fault := self._fault(value)):
             raise UserError(f"{key}={value}: {fault}; give {self.what}")
 
     def _fault(self, path: str) -> str:
@@ -55,8 +55,8 @@ class InputPath(Named):
         if not os.path.isfile(path):
             return "" if os.path.exists(path) else "no such directory or file"
         with open(path, "rb") as file:
-            start = file.read(4)
-        return "an empty file" if not start else "" if start.startswith(self.begins) else "another kind of file"
+            magic = file.read(4)
+        return "an empty file" if not magic else "" if magic.startswith(self.begins) else "another kind of file"
 
 
 def _as_tuple(value: object) -> object:

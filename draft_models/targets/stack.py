@@ -32,10 +32,10 @@ class RowCache(Cache):
 
         super().__init__(layer_class_to_replicate=Layer)
 
-    def keep(self, base: int, rows: Sequence[int]) -> None:
-        """Keep the first `base` positions and, after them in this order, positions base + r for r in `rows`."""
+    def keep(self, prefix_len: int, rows: Sequence[int]) -> None:
+        """Keep the first `prefix_len` positions and, after them in this order, positions base + r for r in `rows`."""
         for layer in self._row_layers():
-            layer.keep(base, rows)
+            layer.keep(prefix_len, rows)
 
     def content(self) -> list[tuple[Tensor, Tensor]]:
         """Keys and values [1, heads, positions, head_dim] of every layer."""
@@ -57,25 +57,25 @@ class _RowLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        stop = self.length + key_states.shape[2]
-        if not self._buffers or stop > self._buffers[0].shape[2]:
-            slots, old_buffers = min(slots_of(stop), self.capacity), self._buffers
+        new_length = self.length + key_states.shape[2]
+        if not self._buffers or new_length > self._buffers[0].shape[2]:
+            slots, old_buffers = min(slots_of(new_length), self.capacity), self._buffers
             self._buffers = tuple(t.new_empty((*t.shape[:2], slots, t.shape[3])) for t in (key_states, value_states))
-            for buffer, state in zip(self._buffers, old_buffers, strict=False):
-                buffer[:, :, : self.length] = state[:, :, : self.length]
-        for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
-            buffer[:, :, self.length : stop] = new
-        return self._set_length(stop)
+            for buffer, old_buffer in zip(self._buffers, old_buffers, strict=False):
+                buffer[:, :, : self.length] = old_buffer[:, :, : self.length]
+        for buffer, new_states in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[:, :, self.length : new_length] = new_states
+        return self._set_length(new_length)
 
     def get_seq_length(self) -> int:
         return self.length
 
-    def keep(self, base: int, rows: Sequence[int]) -> None:
-        stop = base + len(rows)
+    def keep(self, prefix_len: int, rows: Sequence[int]) -> None:
+        stop = prefix_len + len(rows)
         if self.is_initialized:
             if list(rows) != list(range(len(rows))):
                 for buffer in self._buffers:
-                    buffer[:, :, base:stop] = buffer[:, :, torch.tensor(rows, device=buffer.device) + base]
+                    buffer[:, :, prefix_len:stop] = buffer[:, :, torch.tensor(rows, device=buffer.device) + prefix_len]
             self._set_length(stop)
 
     def content(self) -> tuple[Tensor, Tensor]:
@@ -108,10 +108,10 @@ def call_layer(
     layer: nn.Module, call: LayerCall, hidden: Tensor, mask: Mask, rotary: Rotary, cache: LayerCache | None = None
 ) -> Tensor:
     """A decoder layer on hidden [B, Q, d], called as its model calls it."""
-    values: dict[str, object] = {"positions": rotary.positions, "mask": mask, "cache": cache}
+    arguments: dict[str, object] = {"positions": rotary.positions, "mask": mask, "cache": cache}
     if rotary.tables:
-        values["rotary"] = rotary.tables[call.table]
-    out = layer(hidden, **{keyword: values[role] for role, keyword in call.keywords})
+        arguments["rotary"] = rotary.tables[call.table]
+    out = layer(hidden, **{keyword: arguments[role] for role, keyword in call.keywords})
     return out if isinstance(out, Tensor) else out[0]
 
 
@@ -119,8 +119,8 @@ def apply_norm_and_head(norm: Any, head: Any, hidden: Tensor) -> Tensor:
     """head(norm(hidden)), fused into one step if the head supports it (`after`)."""
     if not (hasattr(head, "after") and hasattr(norm, "divides_by_rms")):
         return head(norm(hidden))
-    product = head.after(norm.weight, norm.eps, hidden)
-    return head(norm(hidden)) if product is None else product
+    logits = head.after(norm.weight, norm.eps, hidden)
+    return head(norm(hidden)) if logits is None else logits
 
 
 def module_list(model: PreTrainedModel, name: str) -> nn.ModuleList:
@@ -156,9 +156,9 @@ class LayerStack(nn.Module):
         self._rotary_dtype = rotary_dtype or self.dtype
         self._reserved = 0
         self.at_once: AtOnce | None = None
-        for number, _ in enumerate(parts.tables):
-            self.register_buffer(f"cos{number}", torch.empty(0), persistent=False)
-            self.register_buffer(f"sin{number}", torch.empty(0), persistent=False)
+        for table_index, _ in enumerate(parts.tables):
+            self.register_buffer(f"cos{table_index}", torch.empty(0), persistent=False)
+            self.register_buffer(f"sin{table_index}", torch.empty(0), persistent=False)
 
     def train(self, mode: bool = True) -> Self:
         """Stay in eval mode: inside a student it is frozen, without dropout and router jitter."""
@@ -191,23 +191,23 @@ class LayerStack(nn.Module):
     def tables(self) -> tuple[tuple[Tensor, Tensor], ...]:
         return tuple((getattr(self, f"cos{i}"), getattr(self, f"sin{i}")) for i in range(len(self._rotary)))
 
-    def reserve(self, positions: int) -> None:
-        if positions <= self._reserved:
+    def reserve(self, position_count: int) -> None:
+        if position_count <= self._reserved:
             return
-        self._reserved = positions
-        reference = torch.empty(1, positions, 0, dtype=self._rotary_dtype, device=self.device)
+        self._reserved = position_count
+        dummy_hidden = torch.empty(1, position_count, 0, dtype=self._rotary_dtype, device=self.device)
         # A rope that rescales has its context only, which padding exceeds, and texts never do.
-        limit = context_limit(self.config) if rescaling_ropes(self.config) else positions
-        position_ids = torch.arange(positions, device=self.device).clamp(max=limit - 1)[None]
-        for number, (module, table) in enumerate(zip(self._rotary, self.spec.tables, strict=True)):
-            cos, sin = module(reference, position_ids=position_ids, **dict(table.options))
-            setattr(self, f"cos{number}", cos[0])
-            setattr(self, f"sin{number}", sin[0])
+        max_positions = context_limit(self.config) if rescaling_ropes(self.config) else position_count
+        position_ids = torch.arange(position_count, device=self.device).clamp(max=max_positions - 1)[None]
+        for table_index, (module, table) in enumerate(zip(self._rotary, self.spec.tables, strict=True)):
+            cos, sin = module(dummy_hidden, position_ids=position_ids, **dict(table.options))
+            setattr(self, f"cos{table_index}", cos[0])
+            setattr(self, f"sin{table_index}", sin[0])
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """The first layer's input [B, Q, d] for tokens at positions [B, Q], which only learned positions use."""
         if self.draft_vocabulary is not None:
-            tokens = self.draft_vocabulary.inward(tokens)
+            tokens = self.draft_vocabulary.to_draft_ids(tokens)
         hidden = self.embed_tokens(tokens)
         if self.spec.scale != 1.0:
             hidden = hidden * self.spec.scale
@@ -238,28 +238,28 @@ class LayerStack(nn.Module):
     def run_with_aux(
         self,
         hidden: Tensor,
-        start: int,
-        stop: int,
+        first_layer: int,
+        end_layer: int,
         rotary: Rotary,
         masks: Masks,
-        aux_layers: Sequence[int],
+        boundaries: Sequence[int],
         cache: LayerCache | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """`run`, and the hidden states [B, Q, d] at the boundaries `aux_layers`, ascending, all from start to stop.
+        """`run`, and the hidden states [B, Q, d] at the boundaries `boundaries`, ascending, all from start to stop.
 
         Boundary b is the input of layer b: 0 the embedding, i the output of layer i − 1, and the number of layers the
         input of the final norm.
         """
         aux_hidden = []
-        for boundary in aux_layers:
-            hidden = self.run(hidden, start, boundary, rotary, masks, cache)
+        for boundary in boundaries:
+            hidden = self.run(hidden, first_layer, boundary, rotary, masks, cache)
             aux_hidden.append(hidden)
-            start = boundary
-        return self.run(hidden, start, stop, rotary, masks, cache), aux_hidden
+            first_layer = boundary
+        return self.run(hidden, first_layer, end_layer, rotary, masks, cache), aux_hidden
 
-    def packed_masks(self, documents: Tensor) -> Masks:
+    def packed_masks(self, document_ids: Tensor) -> Masks:
         """Masks of packed rows for `run`, by window size; documents [B, T] as in `data_prep.text.rows`."""
-        return {window: packed_band(documents, window) for window in set(self.windows)}
+        return {window: packed_band(document_ids, window) for window in set(self.windows)}
 
     def cache(self, capacity: int) -> RowCache:
         return RowCache(capacity)
@@ -271,9 +271,9 @@ class LayerStack(nn.Module):
         key_positions = torch.cat([torch.arange(visible.shape[1] - len(tokens), device=tokens.device), positions])
         masks: dict[int | None, Mask] = {}
         for window in set(self.windows):
-            seen = visible if window is None else visible & (key_positions > positions[:, None] - window)
-            needs_no_mask = visible.shape[1] == len(tokens) and torch.equal(seen, visible)
-            masks[window] = None if needs_no_mask else additive_mask(seen, self.dtype)
+            visible_in_window = visible if window is None else visible & (key_positions > positions[:, None] - window)
+            needs_no_mask = visible.shape[1] == len(tokens) and torch.equal(visible_in_window, visible)
+            masks[window] = None if needs_no_mask else additive_mask(visible_in_window, self.dtype)
         self.reserve(int(positions.max()) + 1)
         hidden = self.embed(tokens[None], positions[None])
         hidden = self.run(hidden, 0, len(self.layers), self.rotary(positions[None]), masks, cache)
@@ -296,7 +296,7 @@ class LayerStack(nn.Module):
         return self._outward(self.spec.logits(self.head(hidden)))
 
     def _outward(self, logits: Tensor) -> Tensor:
-        return logits if self.draft_vocabulary is None else self.draft_vocabulary.outward(logits)
+        return logits if self.draft_vocabulary is None else self.draft_vocabulary.to_target_logits(logits)
 
 
 class WholeModel(nn.Module):

@@ -51,7 +51,7 @@ class Band:
     BLOCK: ClassVar[int] = 512  # queries per materialised block, at most
     first_keys: Tensor
     blocks: tuple[RowBlocks, ...]
-    front: int = 0
+    extra_keys: int = 0
 
     @classmethod
     def sliding(cls, positions: Tensor, window: int) -> "Band":
@@ -60,21 +60,21 @@ class Band:
         return cls((positions - (window - 1)).clamp(min=0)[None], (cls.cut([0, len(positions)], first_keys),))
 
     @classmethod
-    def cut(cls, ends: Sequence[int], first_keys: Sequence[int]) -> RowBlocks:
-        """The blocks of a row that is cut at `ends`, 0, …, T; first_keys [T] as above."""
+    def cut(cls, boundaries: Sequence[int], first_keys: Sequence[int]) -> RowBlocks:
+        """The blocks of a row that is cut at `boundaries`, 0, …, T; first_keys [T] as above."""
         blocks = []
-        for start, stop in pairwise(ends):
-            for begin in range(start, stop, cls.BLOCK):
-                end = min(begin + cls.BLOCK, stop)
+        for doc_start, doc_stop in pairwise(boundaries):
+            for begin in range(doc_start, doc_stop, cls.BLOCK):
+                end = min(begin + cls.BLOCK, doc_stop)
                 blocks.append(QueryBlock(begin, end, first_key=first_keys[begin], key_end=end, second_key=end))
         return tuple(blocks)
 
     def block(self, block: QueryBlock) -> Tensor:
         """The mask of a block, bool [B or 1, 1, queries, front + keys]; True = attend."""
-        keys = torch.arange(block.first_key, block.end, device=self.first_keys.device)  # [K]
-        queries = keys[block.begin - block.first_key :, None]  # [Q, 1]
-        seen = (keys >= self.first_keys[:, block.begin : block.end, None]) & (keys <= queries)  # [B or 1, Q, K]
-        return F.pad(seen[:, None], (self.front, 0), value=True)
+        key_pos = torch.arange(block.first_key, block.end, device=self.first_keys.device)  # [K]
+        query_pos = key_pos[block.begin - block.first_key :, None]  # [Q, 1]
+        mask = (key_pos >= self.first_keys[:, block.begin : block.end, None]) & (key_pos <= query_pos)  # [B or 1, Q, K]
+        return F.pad(mask[:, None], (self.extra_keys, 0), value=True)
 
 
 @dataclass(frozen=True)
@@ -105,10 +105,10 @@ class Rotary(NamedTuple):
         """The same with tables in `dtype`."""
         return Rotary(self.positions, tuple((cos.to(dtype), sin.to(dtype)) for cos, sin in self.tables))
 
-    def first(self, count: int) -> "Rotary":
-        """Of the first `count` of the Q positions."""
-        tables = tuple((cos[:, :count], sin[:, :count]) for cos, sin in self.tables)
-        return Rotary(self.positions[:, :count], tables)
+    def first(self, position_count: int) -> "Rotary":
+        """Of the first `position_count` of the Q positions."""
+        tables = tuple((cos[:, :position_count], sin[:, :position_count]) for cos, sin in self.tables)
+        return Rotary(self.positions[:, :position_count], tables)
 
 
 class LayerCache(Protocol):
@@ -172,7 +172,7 @@ class RunnableLayers(Runnable, Protocol):
     @property
     def tables(self) -> tuple[tuple[Tensor, Tensor], ...]: ...
 
-    def reserve(self, positions: int) -> None:
+    def reserve(self, position_count: int) -> None:
         """Prepare `rotary` for positions 0..positions−1."""
 
     def rotary(self, positions: Tensor) -> Rotary:

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 BASE_PREFIX = "model."
 # Prefixes that wrappers add to tensor names: torch.compile, DistributedDataParallel, peft.
 _WRAPPERS = re.compile(r"(?:(?:_orig_mod|module|base_model\.model)\.)*")
-_PIECES, _PIECE = 32, 512  # a tensor's sample: pieces, and bytes per piece; 4 MB for a model of 7 B parameters
-_BLOCK = 2**22  # bytes of a tensor held at once when all of it is hashed
+_PIECES, _PIECE_BYTES = 32, 512  # a tensor's sample: pieces, and bytes per piece; 4 MB for a model of 7 B parameters
+_BLOCK_BYTES = 2**22  # bytes of a tensor held at once when all of it is hashed
 _NAMES = {dtype: name for name, dtype in TYPES.items()}
 _NUMBERED = re.compile(r".+?\.\d+(?=\.)")  # "model.layers.3" of "model.layers.3.mlp.up_proj.weight"
 
@@ -100,7 +100,7 @@ class TensorFiles:
             stage.advance()
             return torch.empty(tensor.shape, device=device) if only_shapes else self._read(name, tensor)
 
-        return {name: replace(tensor, read=partial(read, name, tensor)) for name, tensor in self.open_stored(names)}
+        return {name: replace(stored, read=partial(read, name, stored)) for name, stored in self.open_stored(names)}
 
     def paths(self) -> list[Path] | None:
         """The files of its weights and its descriptions; None if some weights are not on this machine."""
@@ -111,8 +111,8 @@ class TensorFiles:
 
     def open_stored(self, names: Iterable[str]) -> Iterator[tuple[str, Stored]]:
         """(name, stored tensor) of each of `names`, file by file; reads headers only. Raises `UserError`."""
-        for file, inside in self._group_by_file(names).items():
-            yield from self._open_file(file, inside).items()
+        for file, names_in_file in self._group_by_file(names).items():
+            yield from self._open_file(file, names_in_file).items()
 
     def digests(self, names: Iterable[str], *, full: bool = False, fetch: bool = True) -> dict[str, str]:
         """A short hash of each part (`part_of`) of the model: name, type, shape and bytes of its tensors as stored.
@@ -122,45 +122,45 @@ class TensorFiles:
         files; otherwise omit parts that are not completely on this machine. Adds the bytes read to `bytes_hashed`.
         Raises `UserError`.
         """
-        hashes: dict[str, bytes] = {}
+        hash_of_tensor: dict[str, bytes] = {}
         incomplete: set[str] = set()
         # Reading and hashing release the GIL. A part of a quantised tensor may be had by decoding the whole tensor.
         with ThreadPoolExecutor(None if self.original is None else 1) as pool:
-            for file, inside in self._group_by_file(names).items():
+            for file, members in self._group_by_file(names).items():
                 if not fetch and self.original is None and self._locate(file, fetch) is None:
-                    incomplete |= {part_of(name) for name in inside}
+                    incomplete |= {part_of(name) for name in members}
                     continue
-                jobs = {
-                    name: pool.submit(_hash_tensor, name, x, full) for name, x in self._open_file(file, inside).items()
+                futures = {
+                    name: pool.submit(_hash_tensor, name, x, full) for name, x in self._open_file(file, members).items()
                 }
-                for name, job in track_progress(jobs.items(), f"hashing {self.source}", "tensors"):
+                for name, future in track_progress(futures.items(), f"hashing {self.source}", "tensors"):
                     with name_unreadable(self.source, f"tensor {name!r}"):
-                        hashes[name], size = job.result()
-                    self.bytes_hashed += size
-        parts: dict[str, bytes] = {}
-        for name in sorted(hashes):
-            parts[part_of(name)] = parts.get(part_of(name), b"") + hashes[name]
-        return {part: hashlib.sha256(blob).hexdigest()[:16] for part, blob in parts.items() if part not in incomplete}
+                        hash_of_tensor[name], bytes_read = future.result()
+                    self.bytes_hashed += bytes_read
+        by_part: dict[str, bytes] = {}
+        for name in sorted(hash_of_tensor):
+            by_part[part_of(name)] = by_part.get(part_of(name), b"") + hash_of_tensor[name]
+        return {part: hashlib.sha256(blob).hexdigest()[:16] for part, blob in by_part.items() if part not in incomplete}
 
     def digest(self, names: Iterable[str]) -> str:
         """A short hash of the first, middle and last row (or the scalar) of each named tensor."""
-        stored_tensors, digest = dict(self.open_stored(names)), hashlib.sha256()
+        stored_tensors, hasher = dict(self.open_stored(names)), hashlib.sha256()
         for name in sorted(stored_tensors):
             row_count = stored_tensors[name].shape[0] if stored_tensors[name].shape else 1
             row_bytes = stored_tensors[name].nbytes // max(1, row_count)
-            ranges = [(max(0, index) * row_bytes, row_bytes) for index in sorted({0, row_count // 2, row_count - 1})]
-            for piece in stored_tensors[name].pieces(ranges):
-                digest.update(name.encode())
-                digest.update(piece)
-        return digest.hexdigest()[:16]
+            byte_ranges = [(max(0, row) * row_bytes, row_bytes) for row in sorted({0, row_count // 2, row_count - 1})]
+            for piece in stored_tensors[name].pieces(byte_ranges):
+                hasher.update(name.encode())
+                hasher.update(piece)
+        return hasher.hexdigest()[:16]
 
     def _group_by_file(self, names: Iterable[str]) -> dict[str, list[str]]:
-        by_file: dict[str, list[str]] = {}
+        names_by_file: dict[str, list[str]] = {}
         for name in names:
             if name not in self.file_of:
                 raise UserError(f"{self.source}: no tensor {name!r} in its weights; is this a supported causal LM?")
-            by_file.setdefault(self.file_of[name], []).append(name)
-        return by_file
+            names_by_file.setdefault(self.file_of[name], []).append(name)
+        return names_by_file
 
     def codes(self, name: str) -> "CodedRows | None":
         """A weight as it is stored, where a CPU can multiply it so."""
@@ -183,15 +183,15 @@ class TensorFiles:
     def _name_in_file(self, name: str) -> str:
         return self.wrapper_prefix + (name.removeprefix(BASE_PREFIX) if self.lacks_prefix else name)
 
-    def _locate(self, file: str, fetch: bool = True) -> str | None:
+    def _locate(self, file_name: str, fetch: bool = True) -> str | None:
         """The local path of a file of the checkpoint."""
-        return locate_file(*self.location, file, fetch=fetch)
+        return locate_file(*self.location, file_name, fetch=fetch)
 
 
 def part_of(name: str) -> str:
     """The part of a model that a tensor belongs to: its layer ("model.layers.3"), or its module if outside layers."""
-    numbered = _NUMBERED.match(name)
-    return numbered[0] if numbered else name.rpartition(".")[0] or name
+    layer_match = _NUMBERED.match(name)
+    return layer_match[0] if layer_match else name.rpartition(".")[0] or name
 
 
 def open_tensors(source: str, revision: str | None = None) -> TensorFiles:
@@ -201,14 +201,14 @@ def open_tensors(source: str, revision: str | None = None) -> TensorFiles:
     """
     original = find_original(source, revision)
     location = (str(original.folder), None) if isinstance(original, FolderModel) else (source, revision)
-    single = None if original else locate_file(*location, SAFETENSORS.single)  # transformers prefers it to an index
-    index = None if original or single else locate_file(*location, SAFETENSORS.index)
+    model_file = None if original else locate_file(*location, SAFETENSORS.single)  # transformers prefers it to an index
+    index_file = None if original or model_file else locate_file(*location, SAFETENSORS.index)
     if original is not None:
         file_of = dict.fromkeys(original.tensors(), source)
-    elif single is not None:
-        file_of = dict.fromkeys(open_safetensors(single), SAFETENSORS.single)
-    elif index is not None:
-        file_of = SAFETENSORS.file_of(Path(index))
+    elif model_file is not None:
+        file_of = dict.fromkeys(open_safetensors(model_file), SAFETENSORS.single)
+    elif index_file is not None:
+        file_of = SAFETENSORS.file_of(Path(index_file))
     else:
         raise UserError(
             f"{source}: no {SAFETENSORS.single} or {SAFETENSORS.index} there; expected a safetensors checkpoint, "
@@ -221,10 +221,10 @@ def open_tensors(source: str, revision: str | None = None) -> TensorFiles:
             f"{source}: the names of its tensors begin with {wrapper_prefix!r}, which a wrapper put there; left out"
         )
     file_of = {name.removeprefix(wrapper_prefix): file for name, file in file_of.items()}
-    beginnings = {name.partition(".")[0] for name in file_of}
-    lacks_prefix = BASE_PREFIX[:-1] not in beginnings and bool(beginnings & {"layers", "embed_tokens", "decoder"})
+    top_modules = {name.partition(".")[0] for name in file_of}
+    lacks_prefix = BASE_PREFIX[:-1] not in top_modules and bool(top_modules & {"layers", "embed_tokens", "decoder"})
     if lacks_prefix:
-        file_of = {n if n.startswith("lm_head.") else BASE_PREFIX + n: file for n, file in file_of.items()}
+        file_of = {key if key.startswith("lm_head.") else BASE_PREFIX + key: file for key, file in file_of.items()}
     return TensorFiles(source, revision, file_of, location, lacks_prefix, wrapper_prefix, original)
 
 
@@ -240,27 +240,27 @@ def require_no_adapter(source: str, revision: str | None, role: str) -> None:
         )
 
 
-def find_file(source: str, file: str, revision: str | None) -> str | None:
+def find_file(source: str, file_name: str, revision: str | None) -> str | None:
     """The local path of a file, other than weights, of a model in any format, fetched if necessary; None if there is
     no such file."""
-    return locate_file(*description_location(source, revision), file)
+    return locate_file(*description_location(source, revision), file_name)
 
 
-def _hash_tensor(name: str, stored: Stored, full: bool) -> tuple[bytes, int]:
+def _hash_tensor(name: str, stored: Stored, reads_all: bool) -> tuple[bytes, int]:
     """sha256 of one tensor, or of its sample, and the number of bytes read.
 
     On CPUs with SHA instructions sha256 is the standard library's fastest hash.
     """
-    digest, bytes_read = hashlib.sha256(f"{name} {_NAMES[stored.dtype]} {stored.shape} ".encode()), 0
-    for piece in stored.pieces(_sample_ranges(stored.nbytes, full)):
-        digest.update(piece)
+    hasher, bytes_read = hashlib.sha256(f"{name} {_NAMES[stored.dtype]} {stored.shape} ".encode()), 0
+    for piece in stored.pieces(_sample_ranges(stored.nbytes, reads_all)):
+        hasher.update(piece)
         bytes_read += len(piece)
-    return digest.digest(), bytes_read
+    return hasher.digest(), bytes_read
 
 
-def _sample_ranges(nbytes: int, full: bool) -> Iterator[tuple[int, int]]:
+def _sample_ranges(nbytes: int, reads_all: bool) -> Iterator[tuple[int, int]]:
     """(first byte, number of bytes) of the pieces to read of a tensor of `nbytes`. The last piece ends with it."""
-    if full or nbytes <= _PIECES * _PIECE:
-        yield from ((at, min(_BLOCK, nbytes - at)) for at in range(0, nbytes, _BLOCK))
+    if reads_all or nbytes <= _PIECES * _PIECE_BYTES:
+        yield from ((offset, min(_BLOCK_BYTES, nbytes - offset)) for offset in range(0, nbytes, _BLOCK_BYTES))
     else:
-        yield from ((index * (nbytes - _PIECE) // (_PIECES - 1), _PIECE) for index in range(_PIECES))
+        yield from ((index * (nbytes - _PIECE_BYTES) // (_PIECES - 1), _PIECE_BYTES) for index in range(_PIECES))

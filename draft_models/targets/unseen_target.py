@@ -58,8 +58,8 @@ class UnseenTarget(OpenTarget):
     def resize(self, largest_id: int) -> OpenTarget:
         if self.has_config or largest_id < self.config.vocab_size:
             return self
-        ends = self.config.eos_token_id  # of generation_config.json
-        return replace(self, config=_make_config({"vocab_size": largest_id + 1, "eos_token_id": ends}))
+        end_ids = self.config.eos_token_id  # of generation_config.json
+        return replace(self, config=_make_config({"vocab_size": largest_id + 1, "eos_token_id": end_ids}))
 
 
 def open_unseen(source: str, revision: str | None = None) -> OpenTarget:
@@ -68,21 +68,21 @@ def open_unseen(source: str, revision: str | None = None) -> OpenTarget:
     This turns cuDNN's attention off, as `open_target` does.
     """
     leave_out_cudnn()
-    fields = _read_gguf(path) if (path := find_gguf(source)) is not None else _read_folder(source, revision)
-    target = UnseenTarget(source, revision, _make_config(fields), has_config="vocab_size" in fields)
+    config_fields = _read_gguf(path) if (path := find_gguf(source)) is not None else _read_folder(source, revision)
+    target = UnseenTarget(source, revision, _make_config(config_fields), has_config="vocab_size" in config_fields)
     return target.resize(max(target.tokenizer.get_vocab().values()))
 
 
-def open_given(config: TargetOrTokenizer, *, by_layers: bool = True) -> OpenTarget:
+def open_given(settings: TargetOrTokenizer, *, by_layers: bool = True) -> OpenTarget:
     """The target in the options of a command, or the tokenizer in its place. by_layers: see `open_target`."""
-    if isinstance(config, TargetOrTokenizer) and config.tokenizer is not None:
-        return open_unseen(config.tokenizer, config.revision)
-    return open_target(str(config.target), config.revision, by_layers=by_layers)
+    if isinstance(settings, TargetOrTokenizer) and settings.tokenizer is not None:
+        return open_unseen(settings.tokenizer, settings.revision)
+    return open_target(str(settings.target), settings.revision, by_layers=by_layers)
 
 
 def _make_config(fields: Mapping[str, object]) -> PreTrainedConfig:
-    absent = {"vocab_size": 0, "hidden_size": 1, "max_position_embeddings": None, "eos_token_id": None}
-    config: PreTrainedConfig = PreTrainedConfig.from_dict({**absent, **fields})
+    defaults = {"vocab_size": 0, "hidden_size": 1, "max_position_embeddings": None, "eos_token_id": None}
+    config: PreTrainedConfig = PreTrainedConfig.from_dict({**defaults, **fields})
     return config
 
 
@@ -90,19 +90,19 @@ def _read_folder(source: str, revision: str | None) -> dict[str, object]:
     """The fields `_READ` of config.json and the end tokens of generation_config.json; none without these files."""
     paths = [locate_file(source, revision, name) for name in (CONFIG_FILE, GENERATION_FILE)]
     model, decoding = (read_mapping(path, "description of a model", "fetch it again") if path else {} for path in paths)
-    text = nested if isinstance(nested := model.get("text_config"), dict) else model
+    text_fields = nested if isinstance(nested := model.get("text_config"), dict) else model
     with suppress(Exception):  # of an architecture that transformers does not know, or of no file
         config = AutoConfig.from_pretrained(Path(str(paths[0])).parent, trust_remote_code=False).get_text_config()
-        text = {name: getattr(config, name, None) for name in _READ}
-    values = {**{name: text.get(name) for name in _READ}, **decoding}
-    return {name: values[name] for name in _READ if values[name] is not None}
+        text_fields = {name: getattr(config, name, None) for name in _READ}
+    all_fields = {**{name: text_fields.get(name) for name in _READ}, **decoding}
+    return {name: all_fields[name] for name in _READ if all_fields[name] is not None}
 
 
 def _read_gguf(path: Path) -> dict[str, object]:
     """The same of a GGUF file, whose tensors are not looked at."""
-    file = open_gguf(path)
-    family = file.get("general.architecture", str)
-    keys = {"hidden_size": f"{family}.embedding_length", "max_position_embeddings": f"{family}.context_length"}
-    fields = {name: value for name, key in keys.items() if (value := file.get(key, int, None)) is not None}
-    ends = {name: value for name, value in read_special_ids(file).items() if name in _READ and value is not None}
-    return {"vocab_size": len(file.texts("tokenizer.ggml.tokens")), **fields, **ends}
+    gguf = open_gguf(path)
+    arch = gguf.get("general.architecture", str)
+    gguf_keys = {"hidden_size": f"{arch}.embedding_length", "max_position_embeddings": f"{arch}.context_length"}
+    fields = {name: value for name, key in gguf_keys.items() if (value := gguf.get(key, int, None)) is not None}
+    eos_field = {name: value for name, value in read_special_ids(gguf).items() if name in _READ and value is not None}
+    return {"vocab_size": len(gguf.texts("tokenizer.ggml.tokens")), **fields, **eos_field}

@@ -37,7 +37,7 @@ _CLOCK = """{%% macro strftime_now(format) %%}{%% set text = format.replace("%%%
 {{ raise_exception("its clock shows what is not known") if "%%" in text else text.replace("\ue001", "%%") }}\
 {%% endmacro %%}
 """  # transformers leaves out a line break after a tag
-_ROWS = "embedding_rows"  # on a tokenizer: the number of ids that its model can read
+_ROWS_ATTR = "embedding_rows"  # on a tokenizer: the number of ids that its model can read
 
 
 class UnusableTextError(UserError):
@@ -48,12 +48,12 @@ class UnusableTextError(UserError):
         self.reason = reason
 
 
-def vocabulary_digest(pieces: Mapping[str, int]) -> str:
+def vocabulary_digest(vocab: Mapping[str, int]) -> str:
     """sha256 over the pieces by id: equal if and only if a table's ids mean the same to a tokenizer.
 
     pieces: `tokenizer.get_vocab()`; a SentencePiece model and the Hugging Face tokenizer made from it agree.
     """
-    pieces_by_id = sorted((index, piece) for piece, index in pieces.items())
+    pieces_by_id = sorted((token_id, piece) for piece, token_id in vocab.items())
     return hashlib.sha256(json.dumps(pieces_by_id).encode()).hexdigest()
 
 
@@ -65,8 +65,8 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
         backend.pop("padding", None)
     else:
         backend = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
-    parts = [backend, tokenizer.special_tokens_map]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+    digest_inputs = [backend, tokenizer.special_tokens_map]
+    return hashlib.sha256(json.dumps(digest_inputs, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def limit_rows(tokenizer: PreTrainedTokenizerBase, row_count: int) -> PreTrainedTokenizerBase:
@@ -75,23 +75,23 @@ def limit_rows(tokenizer: PreTrainedTokenizerBase, row_count: int) -> PreTrained
     Fine-tuning often adds a token without a row, for padding. Raises `UserError` if such a token begins or ends every
     text.
     """
-    setattr(tokenizer, _ROWS, row_count)
-    ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    require_rows([*tokenizer("a text")["input_ids"], *ends], tokenizer, f"{tokenizer.name_or_path}: any text")
+    setattr(tokenizer, _ROWS_ATTR, row_count)
+    end_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    require_rows([*tokenizer("a text")["input_ids"], *end_ids], tokenizer, f"{tokenizer.name_or_path}: any text")
     return tokenizer
 
 
 def rows_of(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The number of rows of the embedding that `tokenizer` is for; None: not known."""
-    return getattr(tokenizer, _ROWS, None)
+    return getattr(tokenizer, _ROWS_ATTR, None)
 
 
 def require_rows(ids: Sequence[int] | np.ndarray, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
     """Raise `UnusableTextError`, naming `where`, for an id without a row in the embedding."""
-    rows, largest = rows_of(tokenizer), int(np.max(ids, initial=-1))
-    if rows is not None and largest >= rows:
-        token = tokenizer.convert_ids_to_tokens(largest)
-        fault = f"holds the token {token!r} (id {largest}), and the model's embedding has {rows} rows"
+    row_count, largest_id = rows_of(tokenizer), int(np.max(ids, initial=-1))
+    if row_count is not None and largest_id >= row_count:
+        token = tokenizer.convert_ids_to_tokens(largest_id)
+        fault = f"holds the token {token!r} (id {largest_id}), and the model's embedding has {row_count} rows"
         remedy = "leave it out of the text, or give a model whose embedding was resized for it"
         raise UnusableTextError(f"{where} {fault}; {remedy}", "token")
 
@@ -107,20 +107,20 @@ def bind_arguments(
     if not arguments:
         return tokenizer
     text = tokenizer.chat_template if template in ("auto", "tokenizer") else None
-    texts = text if isinstance(text, dict) else {"": text or ""}  # a model may have several, by name
+    template_texts = text if isinstance(text, dict) else {"": text or ""}  # a model may have several, by name
     try:
-        syntax = [_JINJA.parse(_GENERATION.sub("", part)) for part in texts.values()]
-        names = sorted(set[str]().union(*map(find_undeclared_variables, syntax)) - _PROVIDED)
+        syntax_trees = [_JINJA.parse(_GENERATION.sub("", source)) for source in template_texts.values()]
+        variables = sorted(set[str]().union(*map(find_undeclared_variables, syntax_trees)) - _PROVIDED)
     except (TemplateError, RecursionError) as error:
         raise UserError(f"{option}: the chat template cannot be read ({error}); leave it out") from None
     for name, value in arguments.items():
-        expected = f"{', '.join(names) or 'none'}, which the chat template reads{did_you_mean(name, names)}"
-        require(name in names, f"{option}.{name}", value, expected)
+        expected = f"{', '.join(variables) or 'none'}, which the chat template reads{did_you_mean(name, variables)}"
+        require(name in variables, f"{option}.{name}", value, expected)
         is_json = value == json.loads(json.dumps(value, default=str), parse_constant=str)
         require(is_json, f"{option}.{name}", value, "what JSON has: texts, numbers, true, false, null, lists, objects")
-    values = "".join(f"{{% set {name} = {value!a} %}}\n" for name, value in sorted(arguments.items()))
-    bound, templates = copy(tokenizer), {name: values + part for name, part in texts.items()}
-    bound.chat_template = templates if text is texts else templates[""]
+    set_statements = "".join(f"{{% set {name} = {value!a} %}}\n" for name, value in sorted(arguments.items()))
+    bound, templates = copy(tokenizer), {name: set_statements + source for name, source in template_texts.items()}
+    bound.chat_template = templates if text is template_texts else templates[""]
     return bound
 
 
@@ -129,8 +129,8 @@ def clock_of(tokenizer: PreTrainedTokenizerBase) -> str:
 
     "" outside a run, and for a template that reads no clock.
     """
-    text = str(tokenizer.chat_template)
-    if "strftime_now" not in text or (time := run_time()) is None:
+    template_text = str(tokenizer.chat_template)
+    if "strftime_now" not in template_text or (time := run_time()) is None:
         return ""
-    directives = sorted({*_DIRECTIVE.findall(text)})
-    return _CLOCK % "".join(f".replace({name!a}, {time.strftime(name)!a})" for name in directives)
+    directives = sorted({*_DIRECTIVE.findall(template_text)})
+    return _CLOCK % "".join(f".replace({directive!a}, {time.strftime(directive)!a})" for directive in directives)

@@ -69,20 +69,20 @@ def save_tiny_models(folder: Path, base: PreTrainedConfig | None = None) -> str:
     return _save_tiny_models(folder, shrink_config(LLAMA))
 
 
-def shrink_config(config: PreTrainedConfig, context: int = 256) -> PreTrainedConfig:
+def shrink_config(config: PreTrainedConfig, context_length: int = 256) -> PreTrainedConfig:
     """A copy of `config` with tiny sizes and this context length; its other fields are unchanged."""
-    small = copy.deepcopy(config)
-    for name, value in {**_SIZES, "max_position_embeddings": context}.items():
-        if getattr(small, name, None) is not None:
-            setattr(small, name, value)
+    tiny_config = copy.deepcopy(config)
+    for name, value in {**_SIZES, "max_position_embeddings": context_length}.items():
+        if getattr(tiny_config, name, None) is not None:
+            setattr(tiny_config, name, value)
     for name, value in vars(config).items():
         if isinstance(value, list) and len(value) == config.num_hidden_layers:  # by layer: each kind once
-            kinds = list(dict.fromkeys(value))
-            setattr(small, name, (kinds * small.num_hidden_layers)[: small.num_hidden_layers])
-    small.dtype = torch.float32
-    if hasattr(small, "quantization_config"):
-        del small.quantization_config
-    return small
+            distinct = list(dict.fromkeys(value))
+            setattr(tiny_config, name, (distinct * tiny_config.num_hidden_layers)[: tiny_config.num_hidden_layers])
+    tiny_config.dtype = torch.float32
+    if hasattr(tiny_config, "quantization_config"):
+        del tiny_config.quantization_config
+    return tiny_config
 
 
 def _save_tiny_models(folder: Path, config: PreTrainedConfig) -> str:
@@ -93,24 +93,24 @@ def _save_tiny_models(folder: Path, config: PreTrainedConfig) -> str:
     config, tokenizer = target.config, target.tokenizer
     drafter = EarlyExit(target.layers(exit_layers(config, 1), dtype=torch.float32), 1, own_head=True)
     save_pretrained(folder / EARLY_EXIT, drafter, target.fingerprint, {}, torch.float32)
-    head = CalibrationHead(config.hidden_size, config.hidden_size)
-    facts = {"target": model_identity(target.files)}
-    save_calibration(folder / EARLY_EXIT, head, read_meta(folder / EARLY_EXIT).weights_sha256, facts)
+    calibration_head = CalibrationHead(config.hidden_size, config.hidden_size)
+    identity = {"target": model_identity(target.files)}
+    save_calibration(folder / EARLY_EXIT, calibration_head, read_meta(folder / EARLY_EXIT).weights_sha256, identity)
     save_head(folder / EAGLE3, tiny_head(config), "specforge", config, TARGET)
     save_drafter(folder / DFLASH, tiny_block_drafter(config), config)
     for name in (SMALL_LM, EAGLE3):
         (folder / name / HEAD_FOLDER).mkdir()
         digest = drafter_digest(open_tensors(str(folder / name)))
-        save_calibration(folder / name / HEAD_FOLDER, head, digest, facts)
+        save_calibration(folder / name / HEAD_FOLDER, calibration_head, digest, identity)
     with suppress(UserError):
         save_tiny_mtp(folder / MTP, config)
-    text = tokenizer("to be or not to be, that is the question, or not ")["input_ids"]
+    token_ids = tokenizer("to be or not to be, that is the question, or not ")["input_ids"]
     digest = vocabulary_digest(tokenizer.get_vocab())
-    TrigramTable.from_documents([text], (2, 3, 4), VOCABULARY, digest).save(folder / TABLE)
+    TrigramTable.from_documents([token_ids], (2, 3, 4), VOCABULARY, digest).save(folder / TABLE)
     return str(config.model_type)
 
 
-def save_tiny_model(path: Path, config: PreTrainedConfig, seed: int = 0, template: str | None = None) -> None:
+def save_tiny_model(folder: Path, config: PreTrainedConfig, seed: int = 0, template: str | None = None) -> None:
     """Write a causal LM with random weights and a byte-level tokenizer as a Hugging Face directory.
 
     config: a `shrink_config` one. template: the tokenizer's chat template.
@@ -120,15 +120,15 @@ def save_tiny_model(path: Path, config: PreTrainedConfig, seed: int = 0, templat
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
-    save_parts(path, model, tokenizer)
+    save_parts(folder, model, tokenizer)
 
 
 def tiny_head(target: PreTrainedConfig) -> Eagle3:
     """A random EAGLE-3 head of one layer that shares the target's embedding and has logits for the bytes only."""
-    width = target.hidden_size
+    hidden_size = target.hidden_size
     reading = Reading(
-        taps=(1, 2, 3), target_hidden=width, hidden=width, intermediate=96, layers=1, heads=4, key_heads=2,
-        head_dim=width // 4, epsilon=1e-5, activation="silu", vocabulary=target.vocab_size, draft_vocabulary=256,
+        taps=(1, 2, 3), target_hidden=hidden_size, hidden=hidden_size, intermediate=96, layers=1, heads=4, key_heads=2,
+        head_dim=hidden_size // 4, epsilon=1e-5, activation="silu", vocabulary=target.vocab_size, draft_vocabulary=256,
         rope={"rope_type": "default", "rope_theta": 10000.0}, max_positions=256, windows=(None,),
     )  # fmt: skip
     return Eagle3.of(reading, {**random_weights(head_shapes(reading)), DRAFT_TOKENS: torch.arange(256)})
@@ -136,10 +136,10 @@ def tiny_head(target: PreTrainedConfig) -> Eagle3:
 
 def tiny_block_drafter(target: PreTrainedConfig) -> DFlash:
     """A random DSpark drafter of one layer and four tokens that shares the target's embedding and head."""
-    width = target.hidden_size
+    hidden_size = target.hidden_size
     reading = BlockReading(
-        taps=(1, 2, 3), target_hidden=width, hidden=width, intermediate=96, layers=1, heads=4, key_heads=2,
-        head_dim=width // 4, epsilon=1e-5, activation="silu", vocabulary=target.vocab_size,
+        taps=(1, 2, 3), target_hidden=hidden_size, hidden=hidden_size, intermediate=96, layers=1, heads=4, key_heads=2,
+        head_dim=hidden_size // 4, epsilon=1e-5, activation="silu", vocabulary=target.vocab_size,
         draft_vocabulary=target.vocab_size, rope={"rope_type": "default", "rope_theta": 10000.0}, max_positions=256,
         windows=(None,), head_norms=True, own_head=False, block=4, mask_token=target.vocab_size - 1,
         sample_from_anchor=True, causal=False, markov_rank=8, confidence="markov",
@@ -156,13 +156,13 @@ def random_weights(shapes: Shapes) -> dict[str, Tensor]:
     return weights
 
 
-def save_tiny_mtp(path: Path, target: PreTrainedConfig) -> None:
+def save_tiny_mtp(folder: Path, target: PreTrainedConfig) -> None:
     """Write a random MTP head of `target`, as Qwen3-Next's targets have it. Raises `UserError` for one without rope."""
     shapes = head_shapes(read_shapes({"fc.weight": (target.hidden_size,)}, target, "qwen"), MtpHead)
     weights = {qwen_name(name): weight for name, weight in random_weights(shapes).items()}
-    path.mkdir()
-    save_file(weights, path / SAFETENSORS.single)
-    write_json(path / CONFIG_FILE, {"architectures": ["MTP"]})
+    folder.mkdir()
+    save_file(weights, folder / SAFETENSORS.single)
+    write_json(folder / CONFIG_FILE, {"architectures": ["MTP"]})
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -16,7 +16,7 @@ from outrider.base.files import as_json_lines, read_mapping, write_atomically, w
 from outrider.base.progress import track_progress
 from outrider.base.run_dirs import check_identity
 from outrider.base.settings import construct
-from outrider.data_prep.text.chat import ids_within, render_prompt
+from outrider.data_prep.text.chat import render_prompt, token_ids_up_to
 from outrider.data_prep.text.data_files import RUN_FILE, read_file
 from outrider.data_prep.text.prompts import read_prompts
 from outrider.data_prep.text.settings import DataConfig
@@ -46,31 +46,31 @@ class ServedAnswer(SamplingConfig):
 
 def read_answers(file: str, target: OpenTarget) -> dict[int, ServedAnswer]:
     """The answers in a file, by line number. Raises `UserError` that names a line without a valid answer."""
-    answers = {}
-    for number, row in read_file(Path(file)):
+    answers_by_line = {}
+    for line_number, record in read_file(Path(file)):
         try:
-            answers[number] = with_ids(construct(ServedAnswer, row), target)
+            answers_by_line[line_number] = with_ids(construct(ServedAnswer, record), target)
         except UserError as error:
             expected = 'expected {"prompt_ids": […], "output_ids": […], "temperature": 0}, or texts: "prompt", "text"'
-            raise UserError(f"{file}:{number}: {error}; {expected}") from None
-    require(bool(answers), "answers", file, "a file with a line for each answer")
-    return answers
+            raise UserError(f"{file}:{line_number}: {error}; {expected}") from None
+    require(bool(answers_by_line), "answers", file, "a file with a line for each answer")
+    return answers_by_line
 
 
 def with_ids(answer: ServedAnswer, target: OpenTarget) -> ServedAnswer:
     """`answer` with the ids of its texts. Raises `UserError` for unknown ids and for more than the target's context."""
-    most = context_limit(target.config)
+    context = context_limit(target.config)
     for key, text, ids in (("prompt", answer.prompt, answer.prompt_ids), ("text", answer.text, answer.output_ids)):
         require(not (text and ids), key, text, "a text or ids, not both")
     if answer.prompt:
-        answer = replace(answer, prompt_ids=render_prompt((answer.prompt,), target.tokenizer, "none", context=most))
+        answer = replace(answer, prompt_ids=render_prompt((answer.prompt,), target.tokenizer, "none", context=context))
     if answer.text:
-        answer = replace(answer, output_ids=ids_within(answer.text, target.tokenizer, most), retokenised=True)
+        answer = replace(answer, output_ids=token_ids_up_to(answer.text, target.tokenizer, context), retokenised=True)
     for key, ids in (("prompt_ids", answer.prompt_ids), ("output_ids", answer.output_ids)):
-        valid = ids and min(ids) >= 0 and max(ids) < target.config.vocab_size
-        require(bool(valid), key, ids[:5], f"at least one id, all less than {target.config.vocab_size}")
+        is_valid = ids and min(ids) >= 0 and max(ids) < target.config.vocab_size
+        require(bool(is_valid), key, ids[:5], f"at least one id, all less than {target.config.vocab_size}")
     length = len(answer.prompt_ids) + len(answer.output_ids)
-    require(length <= most, "tokens of prompt and output", length, f"at most {most}, the target's context")
+    require(length <= context, "tokens of prompt and output", length, f"at most {context}, the target's context")
     return answer
 
 
@@ -81,48 +81,48 @@ def request_answers(
     unanswered ones. Raises `UserError` for a server or prompts that cannot be used, and if the answers that are there
     were requested with other settings.
     """
-    file, prompts = folder / ANSWERS, _prompts(config, target)
-    shared = {name: getattr(config, name) for name in OF_SERVERS if name in GenerateConfig.__dataclass_fields__}
+    answers_path, name_by_prompt = folder / ANSWERS, _prompts(config, target)
+    server_options = {name: getattr(config, name) for name in OF_SERVERS if name in GenerateConfig.__dataclass_fields__}
     settings = GenerateConfig(
         target=config.target, server=config.server, seed=config.seed, data=DataConfig(), greedy_tokens=0,
-        batch_size=ROUNDS * config.concurrency, **shared,
+        batch_size=ROUNDS * config.concurrency, **server_options,
     )  # fmt: skip
-    context, vocabulary = context_limit(target.config), target.config.vocab_size
-    server = TargetServer(settings, target.tokenizer, eos, context, vocabulary, checked=False)
-    like, identity = ServedAnswer(**asdict(settings.sampling)), settings.decisions() | {"served": server.model}
+    context, vocab_size = context_limit(target.config), target.config.vocab_size
+    server = TargetServer(settings, target.tokenizer, eos, context, vocab_size, checked=False)
+    template, identity = ServedAnswer(**asdict(settings.sampling)), settings.decisions() | {"served": server.model}
     identity |= {KWARGS: config.chat_template_kwargs} if config.chat_template_kwargs else {}
     identity["server"] = config.server  # it is judged, not only asked
     answers: list[ServedAnswer] = []
-    if file.exists():
-        record = read_mapping(folder / RUN_FILE, "record of what was asked", "give another out_dir")
-        check_identity(record, identity, folder)
-        answers = [*read_answers(str(file), target).values()]
+    if answers_path.exists():
+        old_identity = read_mapping(folder / RUN_FILE, "record of what was asked", "give another out_dir")
+        check_identity(old_identity, identity, folder)
+        answers = [*read_answers(str(answers_path), target).values()]
     write_json(folder / RUN_FILE, identity)
-    answered = {tuple(answer.prompt_ids) for answer in answers}
-    todo = [ids for ids in prompts if len(ids) < server.context and ids not in answered]
-    for start in track_progress(range(0, len(todo), settings.batch_size), "asking", "batches"):
-        batch = todo[start : start + settings.batch_size]
+    answered_prompts = {tuple(answer.prompt_ids) for answer in answers}
+    open_prompts = [ids for ids in name_by_prompt if len(ids) < server.context and ids not in answered_prompts]
+    for start in track_progress(range(0, len(open_prompts), settings.batch_size), "asking", "batches"):
+        batch = open_prompts[start : start + settings.batch_size]
         limits = [min(config.max_new_tokens, server.context - len(ids)) for ids in batch]
-        draws = [uniforms(config.seed, prompts[ids], 0, limit) for ids, limit in zip(batch, limits, strict=True)]
+        draws = [uniforms(config.seed, name_by_prompt[ids], 0, limit) for ids, limit in zip(batch, limits, strict=True)]
         for ids, reply in zip(batch, server.answer(batch, draws), strict=True):
             if reply.tokens:
-                answer = replace(like, prompt_ids=[*ids], output_ids=[*reply.tokens], retokenised=reply.retokenised)
+                answer = replace(template, prompt_ids=[*ids], output_ids=[*reply.tokens], retokenised=reply.retokenised)
                 answers.append(with_ids(answer, target))  # so that what is written can be read
-        write_atomically(file, as_json_lines(asdict(answer) for answer in answers))
+        write_atomically(answers_path, as_json_lines(asdict(answer) for answer in answers))
         if server.refusal is not None:
             raise server.refusal
     require(bool(answers), "server", config.server, "one that answers a prompt; resume=true asks again")
-    answered = {tuple(answer.prompt_ids) for answer in answers}
-    return {"prompts": len(prompts), "unanswered": len(prompts.keys() - answered)}
+    answered_prompts = {tuple(answer.prompt_ids) for answer in answers}
+    return {"prompts": len(name_by_prompt), "unanswered": len(name_by_prompt.keys() - answered_prompts)}
 
 
 def _prompts(config: AuditConfig, target: OpenTarget) -> dict[tuple[int, ...], str]:
     """The prompts' names by the ids of their first turns."""
-    name_of_ids, tokenizer = {}, bind_arguments(target.tokenizer, config.chat_template_kwargs, config.template)
+    name_by_prompt, tokenizer = {}, bind_arguments(target.tokenizer, config.chat_template_kwargs, config.template)
     for prompt in read_prompts(config.prompts, limit=config.num_prompts):
         ids = render_prompt(
             prompt.messages(prompt.turns[:1]), tokenizer, config.template if prompt.chat else "none",
             context=context_limit(target.config), where=f"prompt {prompt.id}",
         )  # fmt: skip
-        name_of_ids[tuple(ids)] = prompt.id
-    return name_of_ids
+        name_by_prompt[tuple(ids)] = prompt.id
+    return name_by_prompt

@@ -21,8 +21,8 @@ from outrider.inference.core.decode import autoregressive
 from outrider.inference.core.sampling import Sampler, invert, top_k_chunked
 from outrider.inference.core.token_selector import TokenSelector
 
-_FAILED = -1  # instead of a token: the target's logits were NaN
-_FIRST = 4  # steps of a batch before its time is estimated; it is again after twice as many, and so on
+_NAN_TOKEN = -1  # instead of a token: the target's logits were NaN
+_MIN_STEPS = 4  # steps of a batch before its time is estimated; it is again after twice as many, and so on
 _SLOWER = 2  # times the seconds left: a batch that is estimated to take more is made smaller
 
 # (index, answer to the prompt at that index) → the next prompt for the index and its numbers; None: no further one.
@@ -56,13 +56,13 @@ class Generator:
             raise ValueError("prompts are decoded without their texts: no repetition penalty")
         self.sampler, self.eos = sampler, frozenset(eos)
         self.greedy_tokens, self.top_k_logits = greedy_tokens, top_k_logits
-        self._fits = sys.maxsize  # largest batch that fits in memory, in prompts
+        self._max_batch_size = sys.maxsize  # largest batch that fits in memory, in prompts
         self._smallest_batch = smallest_batch
         self.seconds_left: Callable[[], float] = lambda: math.inf  # seconds that the current batch may still take
         self.model = model
         self._forward = None if isinstance(model, LayerStack) else Forward(model)
 
-    def answer(self, prompts: Sequence[Sequence[int]], draws: Sequence[Tensor]) -> list[Answer]:
+    def answer(self, prompts: Sequence[Sequence[int]], uniform_draws: Sequence[Tensor]) -> list[Answer]:
         """Continue each prompt (at least one token).
 
         draws: uniform numbers in [0, 1), one per token it may emit. A single prompt that is too large for the device's
@@ -70,22 +70,22 @@ class Generator:
         """
         if self._forward is None:
             answers = [Answer()] * len(prompts)
-            self.converse(prompts, draws, answers.__setitem__)
+            self.converse(prompts, uniform_draws, answers.__setitem__)
             return answers
-        if len(prompts) <= self._fits:
+        if len(prompts) <= self._max_batch_size:
             try:
-                return self._answer_padded(self._forward, prompts, draws)
+                return self._answer_padded(self._forward, prompts, uniform_draws)
             except torch.OutOfMemoryError:
                 if len(prompts) == 1:
                     return [Answer(failure="memory")]
-                self._fits = len(prompts) // 2
+                self._max_batch_size = len(prompts) // 2
             torch.cuda.empty_cache()  # outside the handler, since the traceback holds the batch's tensors
         half = len(prompts) // 2
-        return self.answer(prompts[:half], draws[:half]) + self.answer(prompts[half:], draws[half:])
+        return self.answer(prompts[:half], uniform_draws[:half]) + self.answer(prompts[half:], uniform_draws[half:])
 
-    def converse(self, prompts: Sequence[Sequence[int]], draws: Sequence[Tensor], on_answer: After) -> None:
+    def converse(self, prompts: Sequence[Sequence[int]], uniform_draws: Sequence[Tensor], on_answer: After) -> None:
         """`answer` for layers. When an answer ends, `on_answer` gets it. The prompt that it returns joins the batch."""
-        stage, pace = Stage(f"a batch of {len(prompts)}", 0, "tokens at most"), self._pace()
+        stage, fit_rows = Stage(f"a batch of {len(prompts)}", 0, "tokens at most"), self._pace()
         with closing(Batch()) as batch, stage:
 
             def begin(index: int, prompt: Sequence[int], numbers: Tensor) -> None:
@@ -99,17 +99,17 @@ class Generator:
 
             def end(index: int, selector: _Continuation, error: Exception | None) -> None:
                 stage.total = (stage.total or 0) - (len(selector.numbers) - len(selector.tokens))  # those it never had
-                following = on_answer(index, selector.finish(error))
-                if following is not None:
-                    begin(index, *following)
+                next_prompt = on_answer(index, selector.finish(error))
+                if next_prompt is not None:
+                    begin(index, *next_prompt)
 
-            for index, (prompt, numbers) in enumerate(zip(prompts, draws, strict=True)):
-                begin(index, prompt, numbers)
-            is_read = False  # whether each text has had a token
+            for index, (prompt, uniforms) in enumerate(zip(prompts, uniform_draws, strict=True)):
+                begin(index, prompt, uniforms)
+            all_read = False  # whether each text has had a token
             while batch.texts:
                 batch.step()
-                is_read = is_read or all(text.positions for text in batch.texts)
-                for text in batch.texts[pace(len(batch.texts), stage.done, stage.total or 0) :] if is_read else ():
+                all_read = all_read or all(text.positions for text in batch.texts)
+                for text in batch.texts[fit_rows(len(batch.texts), stage.done, stage.total or 0) :] if all_read else ():
                     batch.drop(text)
                     text.end(TimeoutError())
 
@@ -120,59 +120,59 @@ class Generator:
         10 are left after half of the tokens. The other half takes 50, more than `_SLOWER` times the 10 seconds. So a
         fifth of the rows goes on. What reading the prompts took says nothing about the tokens that follow.
         """
-        steps, seconds, first_tokens = itertools.count(), math.inf, 0.0
+        step_counter, seconds, first_tokens = itertools.count(), math.inf, 0.0
 
-        def rows_that_fit(rows: int, tokens: float, total: float) -> int:
+        def rows_that_fit(row_count: int, token_count: float, total_tokens: float) -> int:
             nonlocal seconds, first_tokens
-            if not (step := next(steps)):
-                seconds, first_tokens = self.seconds_left(), tokens
-            if seconds == math.inf or step < _FIRST or step & (step - 1):  # is no power of two
-                return rows
-            seconds_now = self.seconds_left()
-            seconds_due = (seconds - seconds_now) / max(1.0, tokens - first_tokens) * (total - tokens)
-            count = rows if seconds_due <= _SLOWER * seconds_now else int(rows * seconds_now / seconds_due)
-            return min(rows, max(self._smallest_batch, count))
+            if not (step := next(step_counter)):
+                seconds, first_tokens = self.seconds_left(), token_count
+            if seconds == math.inf or step < _MIN_STEPS or step & (step - 1):  # is no power of two
+                return row_count
+            seconds_left = self.seconds_left()
+            seconds_due = (seconds - seconds_left) / max(1.0, token_count - first_tokens) * (total_tokens - token_count)
+            count = row_count if seconds_due <= _SLOWER * seconds_left else int(row_count * seconds_left / seconds_due)
+            return min(row_count, max(self._smallest_batch, count))
 
         return rows_that_fit
 
     @torch.inference_mode()
     def _answer_padded(
-        self, forward: Forward, prompts: Sequence[Sequence[int]], draws: Sequence[Tensor]
+        self, forward: Forward, prompts: Sequence[Sequence[int]], uniform_draws: Sequence[Tensor]
     ) -> list[Answer]:
         """The answers, decoded in steps: each is a row of a batch."""
-        texts = [_Continuation(self, numbers) for numbers in draws]
-        device, rows, longest = forward.model.device, [*texts], max(map(len, draws))
-        uniform = torch.nn.utils.rnn.pad_sequence([*draws], batch_first=True).to(device)
+        continuations = [_Continuation(self, numbers) for numbers in uniform_draws]
+        device, by_row, max_steps = forward.model.device, [*continuations], max(map(len, uniform_draws))
+        uniforms = torch.nn.utils.rnn.pad_sequence([*uniform_draws], batch_first=True).to(device)
         pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
         ids = [torch.tensor(prompt) for prompt in prompts]
-        mask = [torch.ones_like(prompt) for prompt in ids]  # padding is id 0 under mask 0
-        pace = self._pace()
-        batch, logits = begin_batch(forward, pad(ids).to(device), pad(mask).to(device), longest)
-        for step in track_progress(range(longest), f"a batch of {len(texts)}", "tokens each at most"):
-            tokens, top = self.choose(logits, uniform[:, step], step), self.top_of(logits)
-            for row, (text, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
-                if text.open:
-                    text.take(token, [part[row : row + 1] for part in top])
-            open_rows = [row for row, text in enumerate(rows) if text.open]
-            count = pace(len(open_rows), step + 1, longest)
-            for row in open_rows[count:]:
-                rows[row].is_late = True
-            open_rows = open_rows[:count]
+        masks = [torch.ones_like(prompt) for prompt in ids]  # padding is id 0 under mask 0
+        fit_rows = self._pace()
+        batch, logits = begin_batch(forward, pad(ids).to(device), pad(masks).to(device), max_steps)
+        for step in track_progress(range(max_steps), f"a batch of {len(continuations)}", "tokens each at most"):
+            tokens, top_tensors = self.choose(logits, uniforms[:, step], step), self.top_of(logits)
+            for row, (continuation, token) in enumerate(zip(by_row, tokens.tolist(), strict=True)):
+                if continuation.open:
+                    continuation.take(token, [top_part[row : row + 1] for top_part in top_tensors])
+            open_rows = [row for row, continuation in enumerate(by_row) if continuation.open]
+            fitting_count = fit_rows(len(open_rows), step + 1, max_steps)
+            for row in open_rows[fitting_count:]:
+                by_row[row].is_late = True
+            open_rows = open_rows[:fitting_count]
             if not open_rows:
                 break
             tokens = tokens.clamp(min=0)
-            if batch.should_shrink(len(rows), len(open_rows)):
+            if batch.should_shrink(len(by_row), len(open_rows)):
                 selection = torch.tensor(open_rows, device=device)
                 batch.keep(selection)
-                tokens, uniform, rows = tokens[selection], uniform[selection], [rows[row] for row in open_rows]
+                tokens, uniforms, by_row = tokens[selection], uniforms[selection], [by_row[row] for row in open_rows]
             logits = batch.feed(tokens)
-        return [text.finish() for text in texts]
+        return [continuation.finish() for continuation in continuations]
 
     def choose(self, logits: Tensor, uniform: Tensor, step: int) -> Tensor:
-        """The next token [B] from logits [B, V] and numbers [B]; `_FAILED` where a row has NaN logits."""
-        greedy = step < self.greedy_tokens
-        tokens = logits.argmax(-1) if greedy else invert(self.sampler.probabilities(logits), uniform[:, None])[:, 0]
-        return torch.where(logits.amax(-1).isnan(), _FAILED, tokens)  # the maximum of a row with a NaN is NaN
+        """The next token [B] from logits [B, V] and numbers [B]; `_NAN_TOKEN` where a row has NaN logits."""
+        is_greedy = step < self.greedy_tokens
+        tokens = logits.argmax(-1) if is_greedy else invert(self.sampler.probabilities(logits), uniform[:, None])[:, 0]
+        return torch.where(logits.amax(-1).isnan(), _NAN_TOKEN, tokens)  # the maximum of a row with a NaN is NaN
 
     def top_of(self, logits: Tensor) -> list[Tensor]:
         """`top_k_of` logits [B, V] on the CPU; empty if it is not asked for."""
@@ -194,13 +194,13 @@ class _Continuation(TokenSelector):
     @property
     def open(self) -> bool:
         """Whether a further token is wanted."""
-        ended = bool(self.tokens) and (self.tokens[-1] == _FAILED or self.tokens[-1] in self._generator.eos)
-        return not (ended or self.is_late) and len(self.tokens) < len(self.numbers)
+        has_ended = bool(self.tokens) and (self.tokens[-1] == _NAN_TOKEN or self.tokens[-1] in self._generator.eos)
+        return not (has_ended or self.is_late) and len(self.tokens) < len(self.numbers)
 
-    def take(self, token: int, top: list[Tensor]) -> None:
+    def take(self, token: int, top_tensors: list[Tensor]) -> None:
         """Add a token. top: `Generator.top_of` the logits [1, V] before it."""
         self.tokens.append(token)
-        self._top.append(top)
+        self._top.append(top_tensors)
 
     def next_token(self, logits: Tensor) -> Tensor:
         step, logits = len(self.tokens), logits.float()
@@ -214,13 +214,13 @@ class _Continuation(TokenSelector):
             return Answer(failure="memory")
         if self.is_late or isinstance(error, TimeoutError):
             return Answer(failure=UNANSWERED)
-        if self.tokens[-1:] == [_FAILED]:
+        if self.tokens[-1:] == [_NAN_TOKEN]:
             return Answer(failure="not_a_number")
         if error is not None:
             raise error
-        parts = [torch.cat(part) for part in zip(*self._top, strict=True)]
+        top_tensors = [torch.cat(step_tensors) for step_tensors in zip(*self._top, strict=True)]
         ended = self.tokens[-1] in self._generator.eos
-        return Answer(tuple(self.tokens), ended, TopK(torch.tensor(self.tokens), *parts) if parts else None)
+        return Answer(tuple(self.tokens), ended, TopK(torch.tensor(self.tokens), *top_tensors) if top_tensors else None)
 
 
 def top_k_of(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -20,7 +20,7 @@ from outrider.inference.engines.graphs.fixed_shapes import GraphPool, can_captur
 
 _SPARE_SLOTS = 256  # most cache slots that are added at a time; masked slots cost compute too
 _GROUPED = "outrider_grouped"  # transformers' name of `_attention`
-_FEW = 32  # a step with this many rows takes about as long as with one
+_FEW_ROWS = 32  # a step with this many rows takes about as long as with one
 
 
 class Forward:
@@ -30,22 +30,22 @@ class Forward:
     """
 
     def __init__(self, model: PreTrainedModel):
-        takes = inspect.signature(model.forward).parameters
-        if "past_key_values" not in takes:  # it would accept the cache, ignore it, and continue without context
+        parameters = inspect.signature(model.forward).parameters
+        if "past_key_values" not in parameters:  # it would accept the cache, ignore it, and continue without context
             raise UserError(
                 f"target: {type(model).__name__} keeps its state elsewhere than in past_key_values, so it cannot be "
                 "decoded here; use another target, or a serving engine"
             )
         self.model = model
         self.last_position = context_limit(model.config) - 1  # a finished row waits there for the others
-        self.takes_positions = "position_ids" in takes
-        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        self.takes_positions = "position_ids" in parameters
+        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
 
     def __call__(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
         """The logits [B, V], float32 on the model's device, after the last of ids [B, n], which `cache` then holds."""
-        position_ids = {"position_ids": positions} if self.takes_positions else {}
+        position_arg = {"position_ids": positions} if self.takes_positions else {}
         out = self.model(
-            input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **position_ids, **self._last_only
+            input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **position_arg, **self._last_only
         )
         logits: Tensor = out.logits[:, -1].to(ids.device).float()
         return logits
@@ -91,15 +91,15 @@ class GrowingBatch:
         self._positions = (self._positions + 1).clamp(max=self._forward.last_position)
         return self._forward(tokens[:, None], self._mask, self._positions, self._cache)
 
-    def should_shrink(self, rows: int, open_count: int) -> bool:
-        """Whether to drop finished rows, all but `open_count` of `rows`, which copies the cache."""
-        return open_count <= 0.75 * rows
+    def should_shrink(self, row_count: int, open_count: int) -> bool:
+        """Whether to drop finished rows, all but `open_count` of `row_count`, which copies the cache."""
+        return open_count <= 0.75 * row_count
 
-    def keep(self, rows: Tensor) -> None:
+    def keep(self, indices: Tensor) -> None:
         """Continue with these rows only."""
         # Hybrid caches have no other method to select rows.
-        self._cache.reorder_cache(rows)  # type: ignore[arg-type]  # asks for torch's legacy class
-        self._mask, self._positions = self._mask[rows], self._positions[rows]
+        self._cache.reorder_cache(indices)  # type: ignore[arg-type]  # asks for torch's legacy class
+        self._mask, self._positions = self._mask[indices], self._positions[indices]
 
 
 class FixedBatch:
@@ -138,14 +138,14 @@ class FixedBatch:
             self._graph.replay()
         return self._logits
 
-    def should_shrink(self, rows: int, open_count: int) -> bool:
+    def should_shrink(self, row_count: int, open_count: int) -> bool:
         """See `GrowingBatch.should_shrink`; shrinking needs a new graph, which costs as much as about twenty steps."""
-        return open_count <= rows / 2 and rows > _FEW
+        return open_count <= row_count / 2 and row_count > _FEW_ROWS
 
-    def keep(self, rows: Tensor) -> None:
+    def keep(self, indices: Tensor) -> None:
         for layer in self._layers:
-            layer.keys, layer.values = layer.keys[rows], layer.values[rows]
-        self._mask, self._positions, self._tokens = self._mask[rows], self._positions[rows], self._tokens[rows]
+            layer.keys, layer.values = layer.keys[indices], layer.values[indices]
+        self._mask, self._positions, self._tokens = self._mask[indices], self._positions[indices], self._tokens[indices]
         self._graph = None
 
     def _add_slots(self) -> None:
@@ -199,8 +199,8 @@ def _attention(
     A position bias, which it does not support, is left to transformers' own function.
     """
     attend = grouped_attention if options.get("position_bias") is None else ALL_ATTENTION_FUNCTIONS["sdpa"]
-    mixed, _ = attend(module, query, key, value, attention_mask, **options)
-    return mixed.contiguous(), None
+    output, _ = attend(module, query, key, value, attention_mask, **options)
+    return output.contiguous(), None
 
 
 AttentionInterface.register(_GROUPED, _attention)

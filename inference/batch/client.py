@@ -17,8 +17,8 @@ from outrider.base.words import read_secret
 UNANSWERED = "server"  # the failure of a prompt that a resumed run asks again
 PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before the first retry, doubled for each later one
 _SHOWN = 500  # bytes of a refusal that are shown
-_CONNECTING = 10.0  # seconds until a server that can be reached is
-_QUICKLY = httpx.Timeout(30.0, connect=_CONNECTING)  # of a request that computes nothing
+_CONNECT_LIMIT = 10.0  # seconds until a server that can be reached is
+_QUICK_LIMIT = httpx.Timeout(30.0, connect=_CONNECT_LIMIT)  # of a request that computes nothing
 Reply = TypeVar("Reply")
 
 
@@ -42,45 +42,45 @@ def read_json(response: httpx.Response) -> Any:
 def bounded_parts(response: httpx.Response) -> Iterator[bytes]:
     """The parts of a reply as they come. Raises `UserError` for one that is too long."""
     bytes_read = 0
-    for part in response.iter_raw():
-        bytes_read += len(part)
+    for chunk in response.iter_raw():
+        bytes_read += len(chunk)
         if bytes_read > MOST_BYTES:
             raise UserError(f"more than {MOST_BYTES} bytes")
-        yield part
+        yield chunk
 
 
 def lines_of(response: httpx.Response) -> Iterator[bytes]:
     """The lines of a reply as they come. Unlike `iter_lines` it splits at line feeds only."""
-    tail = b""
-    for part in bounded_parts(response):
-        *lines, tail = (tail + part).split(b"\n")
+    unfinished_line = b""
+    for chunk in bounded_parts(response):
+        *lines, unfinished_line = (unfinished_line + chunk).split(b"\n")
         yield from lines
-    yield tail
+    yield unfinished_line
 
 
-def ask_together(requests: Sequence[Callable[[], Reply]], at_once: int) -> list[Reply]:
-    """The replies to `requests`, of which at most `at_once` run at a time. Raises what a request raises.
+def ask_together(requests: Sequence[Callable[[], Reply]], max_running: int) -> list[Reply]:
+    """The replies to `requests`, of which at most `max_running` run at a time. Raises what a request raises.
 
     After an error, or Ctrl-C, nothing waits for the requests that are still running: a server may hang.
     """
-    replies: list[Future[Reply]] = [Future() for _ in requests]
-    todo = deque(zip(replies, requests, strict=True))
+    reply_futures: list[Future[Reply]] = [Future() for _ in requests]
+    open_requests = deque(zip(reply_futures, requests, strict=True))
 
     def work() -> None:
-        while todo:
+        while open_requests:
             with suppress(IndexError):  # another thread took the last one
-                reply, request = todo.popleft()
+                reply_future, request = open_requests.popleft()
                 try:
-                    reply.set_result(request())
+                    reply_future.set_result(request())
                 except BaseException as error:
-                    reply.set_exception(error)
+                    reply_future.set_exception(error)
 
-    for _ in range(min(at_once, len(requests))):
+    for _ in range(min(max_running, len(requests))):
         Thread(target=work, daemon=True).start()
     try:
-        return [reply.result() for reply in replies]
+        return [future.result() for future in reply_futures]
     finally:
-        todo.clear()
+        open_requests.clear()
 
 
 class Client:
@@ -93,12 +93,12 @@ class Client:
     def __init__(self, url: str, label: str, timeout: float, retries: int):
         self.url, self.label = url.rstrip("/").removesuffix("/v1"), label
         self._retries = retries
-        key = read_secret("OPENAI_API_KEY")
-        headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        anew = httpx.Limits(max_keepalive_connections=0)  # else a server may close one just as a request is sent
+        api_key = read_secret("OPENAI_API_KEY")
+        headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+        no_reuse = httpx.Limits(max_keepalive_connections=0)  # else a server may close one just as a request is sent
         try:
-            self._limit = httpx.Timeout(timeout, connect=min(timeout, _CONNECTING))
-            self._http = httpx.Client(headers=headers, timeout=self._limit, limits=anew, follow_redirects=True)
+            self._limit = httpx.Timeout(timeout, connect=min(timeout, _CONNECT_LIMIT))
+            self._http = httpx.Client(headers=headers, timeout=self._limit, limits=no_reuse, follow_redirects=True)
         except (ImportError, ValueError, OSError) as error:
             raise UserError(f"{label}: {reason(error)}; see SSL_CERT_FILE, HTTP_PROXY and ALL_PROXY") from None
 
@@ -106,35 +106,35 @@ class Client:
         self, path: str, body: Mapping[str, object] | None = None, read: Callable[[httpx.Response], Reply] = read_json
     ) -> Reply:
         """The result of `read` for the reply; a body is POSTed. Raises `ReplyError`, and `UserError` for a refusal."""
-        method, limit = ("GET", _QUICKLY) if body is None else ("POST", self._limit)
+        method, timeout = ("GET", _QUICK_LIMIT) if body is None else ("POST", self._limit)
         try:
-            with self._http.stream(method, f"{self.url}{path}", json=body, timeout=limit) as response:
+            with self._http.stream(method, f"{self.url}{path}", json=body, timeout=timeout) as response:
                 if response.request.method != method:
-                    there = f"{response.url.scheme}://{response.url.netloc.decode()}"
-                    raise ReplyError(f"{path} is redirected to {there}; give that server", retry=False)
+                    new_origin = f"{response.url.scheme}://{response.url.netloc.decode()}"
+                    raise ReplyError(f"{path} is redirected to {new_origin}; give that server", retry=False)
                 if response.is_success:
                     return read(response)
-                code, message = response.status_code, next(response.iter_raw(_SHOWN), b"").decode("utf-8", "replace")
+                status, message = response.status_code, next(response.iter_raw(_SHOWN), b"").decode("utf-8", "replace")
                 retry_after = response.headers.get("Retry-After", "")
         except ReplyError:
             raise
         except Exception as error:  # a reply may be anything
             cause = reason(error) if isinstance(error, UserError) else f"{type(error).__name__}: {reason(error)}"
             raise ReplyError(f"{path} gave no reply that can be read ({cause})") from None
-        refusal = f"{path} answered {code}: {message.strip()}"
-        if code in (401, 403, 404):
+        refusal = f"{path} answered {status}: {message.strip()}"
+        if status in (401, 403, 404):
             raise UserError(f"{self.label}: {refusal}; check URL, model, OPENAI_API_KEY")
-        wait = float(retry_after) if retry_after.isdecimal() and retry_after.isascii() else None
-        raise ReplyError(refusal, retry=code in (408, 429) or code >= 500, wait=wait)
+        wait_seconds = float(retry_after) if retry_after.isdecimal() and retry_after.isascii() else None
+        raise ReplyError(refusal, retry=status in (408, 429) or status >= 500, wait=wait_seconds)
 
-    def retry(self, make: Callable[[], Reply], retries: int | None = None) -> Reply:
+    def retry(self, make: Callable[[], Reply], retries_left: int | None = None) -> Reply:
         """The result of `make`, which is called again after a pause if it raises a `ReplyError` with `retry`."""
-        retries, seconds = self._retries if retries is None else retries, PAUSE
+        retries_left, pause_seconds = self._retries if retries_left is None else retries_left, PAUSE
         while True:
             try:
                 return make()
             except ReplyError as error:
-                if not retries or not error.retry:
+                if not retries_left or not error.retry:
                     raise
-                time.sleep(min(max(seconds, error.wait or 0.0), LONGEST_PAUSE))
-                retries, seconds = retries - 1, 2 * seconds
+                time.sleep(min(max(pause_seconds, error.wait or 0.0), LONGEST_PAUSE))
+                retries_left, pause_seconds = retries_left - 1, 2 * pause_seconds

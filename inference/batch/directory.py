@@ -39,7 +39,7 @@ from outrider.inference.batch.tasks import TopK, prompt_id
 SUMMARY_FILE = "summary.json"
 SECONDS_FILE = "seconds.json"
 Facts = dict[str, Any]
-_TENSORS = ("tokens", "top_ids", "top_logprobs", "tail")  # of a `TopK`
+_TENSOR_KEYS = ("tokens", "top_ids", "top_logprobs", "tail")  # of a `TopK`
 _SHARD_NAME = re.compile(r"(responses|skipped)-(\d{5,})\.(jsonl|safetensors)")
 
 
@@ -65,25 +65,25 @@ class Shard:
 
         Raises `UserError` if it cannot be written; the shard then does not exist.
         """
-        top_k: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for record, top in self.responses:
             if top is not None:
                 parts = (top.tokens.int(), top.ids.int(), top.logprobs.half(), top.tail.half())
-                top_k |= {f"{record['id']}.{name}": part for name, part in zip(_TENSORS, parts, strict=True)}
-        if top_k:
-            write_atomically(_shard_file(folder, "responses", number, "safetensors"), save(top_k))
+                tensors |= {f"{record['id']}.{name}": tensor for name, tensor in zip(_TENSOR_KEYS, parts, strict=True)}
+        if tensors:
+            write_atomically(_shard_file(folder, "responses", number, "safetensors"), save(tensors))
         if self.skipped:
             write_atomically(_shard_file(folder, "skipped", number, "jsonl"), as_json_lines(self.skipped))
         records = sorted((response.record for response in self.responses), key=lambda record: str(record["id"]))
         write_atomically(_shard_file(folder, "responses", number, "jsonl"), as_json_lines(records))
 
 
-def read_shard(shard: Path) -> Iterator[Response]:
+def read_shard(shard_path: Path) -> Iterator[Response]:
     """The responses of one JSONL file, with the distributions stored next to it. Raises `UserError` if unreadable."""
-    companion = shard.with_suffix(".safetensors")
-    top_k = _read_top_k(companion) if companion.exists() else {}
-    for record, identity in _read_records(shard):
-        yield Response({**record, "id": identity}, top_k.get(identity))
+    top_k_path = shard_path.with_suffix(".safetensors")
+    top_k_by_id = _read_top_k(top_k_path) if top_k_path.exists() else {}
+    for record, record_id in _read_records(shard_path):
+        yield Response({**record, "id": record_id}, top_k_by_id.get(record_id))
 
 
 def top_k_documents(
@@ -98,17 +98,17 @@ def top_k_documents(
     assert response.top is not None
     raw, tokens = response.record, response.top.tokens.numpy()
     record = to_record(raw, find_layout(raw, "auto", None, raw["id"]), f"top-k:{raw['id']}")
-    written = record.get("written")
-    if written and (written.tokenizer, written.template) != origin_digests(record, tokenizer, template):
+    origin = record.get("written")
+    if origin and (origin.tokenizer, origin.template) != origin_digests(record, tokenizer, template):
         raise UserError(f"{raw['id']}: its top-k is of another tokenizer or template; give these, or make it again")
-    prompt_tokens = 0 if written or "messages" in record else _require_count(raw, "prompt_tokens", raw["id"])
-    documents, start = [], 0
+    prompt_length = 0 if origin or "messages" in record else _require_count(raw, "prompt_tokens", raw["id"])
+    documents_with_top, top_start = [], 0
     for document in encode([record], tokenizer, template):
-        indices = np.flatnonzero(document.supervised)[prompt_tokens:][: len(tokens) - start]
-        documents.append((document, indices, response.top.at(slice(start, start + len(indices)))))
-        start += len(indices)
-    retokenised = np.concatenate([document.ids[indices] for document, indices, _ in documents])
-    return documents if np.array_equal(retokenised, tokens) else []
+        indices = np.flatnonzero(document.supervised)[prompt_length:][: len(tokens) - top_start]
+        documents_with_top.append((document, indices, response.top.at(slice(top_start, top_start + len(indices)))))
+        top_start += len(indices)
+    document_tokens = np.concatenate([document.ids[indices] for document, indices, _ in documents_with_top])
+    return documents_with_top if np.array_equal(document_tokens, tokens) else []
 
 
 def list_shards(folder: Path) -> list[Path]:
@@ -119,11 +119,11 @@ def list_shards(folder: Path) -> list[Path]:
 def answered_ids(folder: Path) -> set[str]:
     """The ids of all prompts that have a response, or were skipped, in complete shards."""
     ids = set()
-    for shard in list_shards(folder):
-        skipped = shard.with_name(shard.name.replace("responses-", "skipped-", 1))
-        for path in (shard, skipped) if skipped.exists() else (shard,):
-            for record, identity in _read_records(path):
-                ids.add(identity)
+    for shard_path in list_shards(folder):
+        skipped_path = shard_path.with_name(shard_path.name.replace("responses-", "skipped-", 1))
+        for path in (shard_path, skipped_path) if skipped_path.exists() else (shard_path,):
+            for record, record_id in _read_records(path):
+                ids.add(record_id)
                 if "messages" in record and "unanswered_turns" not in record:  # from elsewhere: its id may differ
                     ids.add(_prompt_id_of(record, str(path)))
     return ids
@@ -170,46 +170,46 @@ def summarise(folder: Path) -> dict[str, object]:
     """Counts over all shards: responses, tokens, truncated, skipped, and skipped by reason."""
     counts: Counter[str] = Counter(responses=0, tokens=0, truncated=0, skipped=0)
     for shard in list_shards(folder):
-        for record, identity in _read_records(shard):
+        for record, record_id in _read_records(shard):
             counts["responses"] += 1
-            counts["tokens"] += _require_count(record, "tokens", f"{shard}: {identity}") if "tokens" in record else 0
+            counts["tokens"] += _require_count(record, "tokens", f"{shard}: {record_id}") if "tokens" in record else 0
             counts["truncated"] += record.get("finish") == "length"
-            for name in ("retokenised", "text_differs"):
-                counts[name] += record.get(name) is True
-    reasons = Counter(
+            for flag in ("retokenised", "text_differs"):
+                counts[flag] += record.get(flag) is True
+    reason_counts = Counter(
         str(record.get("reason")) for path in folder.glob("skipped-*.jsonl") for record, _ in _read_records(path)
     )
-    counts["skipped"] = reasons.total()
-    return {**counts, "skipped_by_reason": dict(reasons)}
+    counts["skipped"] = reason_counts.total()
+    return {**counts, "skipped_by_reason": dict(reason_counts)}
 
 
-def _shard_file(folder: Path, kind: str, number: int, suffix: str) -> Path:
-    return folder / f"{kind}-{number:05d}.{suffix}"
+def _shard_file(folder: Path, kind: str, shard_number: int, suffix: str) -> Path:
+    return folder / f"{kind}-{shard_number:05d}.{suffix}"
 
 
 def _read_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
     """The records of a JSONL file, and the ids of their prompts. Raises `UserError` naming file and line."""
-    for number, record in read_file(path, Counts()):  # with counts, a file that is not text is skipped
-        where = f"{path}:{number}"
+    for line_number, record in read_file(path, Counts()):  # with counts, a file that is not text is skipped
+        location = f"{path}:{line_number}"
         if not isinstance(record, dict) or not ("id" in record or "messages" in record):
-            raise UserError(f"{where}: expected a record with id and text, or with messages (role, content)")
-        yield record, str(record["id"]) if "id" in record else _prompt_id_of(record, where)
+            raise UserError(f"{location}: expected a record with id and text, or with messages (role, content)")
+        yield record, str(record["id"]) if "id" in record else _prompt_id_of(record, location)
 
 
-def _prompt_id_of(record: Mapping[str, object], where: str) -> str:
+def _prompt_id_of(record: Mapping[str, object], location: str) -> str:
     messages = record["messages"]
     if not isinstance(messages, list) or any(
         not isinstance(m, dict) or {"role", "content"} - m.keys() for m in messages
     ):
-        raise UserError(f"{where}: messages: expected a list of mappings with role and content")
-    system = [record[name] for name in SYSTEM if record.get(name)][:1]
-    return prompt_id([*({"role": "system", "content": text} for text in system), *messages])
+        raise UserError(f"{location}: messages: expected a list of mappings with role and content")
+    system_texts = [record[key] for key in SYSTEM if record.get(key)][:1]
+    return prompt_id([*({"role": "system", "content": text} for text in system_texts), *messages])
 
 
-def _require_count(record: Mapping[str, object], key: str, where: str) -> int:
+def _require_count(record: Mapping[str, object], key: str, location: str) -> int:
     value = record.get(key)
     if type(value) is not int or value < 0:
-        raise UserError(f"{where}: {key}={value!r}: expected an integer ≥ 0")
+        raise UserError(f"{location}: {key}={value!r}: expected an integer ≥ 0")
     return value
 
 
@@ -217,11 +217,11 @@ def _read_top_k(path: Path) -> dict[str, TopK]:
     """The distributions of a shard's safetensors by id. Raises `UserError`."""
     try:
         with safe_open(path, framework="pt") as file:
-            stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            tensor_by_name = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: not a readable safetensors file ({error}); make this shard again") from None
-    top_k = {}
-    for name in (name.removesuffix(".tokens") for name in stored if name.endswith(".tokens")):
-        parts = (stored[f"{name}.{part}"] for part in _TENSORS)
-        top_k[name] = TopK(*(part.float() if part.is_floating_point() else part.long() for part in parts))
-    return top_k
+    top_k_by_id = {}
+    for name in (name.removesuffix(".tokens") for name in tensor_by_name if name.endswith(".tokens")):
+        top_tensors = (tensor_by_name[f"{name}.{part}"] for part in _TENSOR_KEYS)
+        top_k_by_id[name] = TopK(*(part.float() if part.is_floating_point() else part.long() for part in top_tensors))
+    return top_k_by_id

@@ -35,7 +35,7 @@ from outrider.inference.loading.target_setup import end_tokens
 from outrider.inference.measure.time_limit import TimeLimit
 
 SAVE_SECONDS = 300  # after which the next batch ends a shard that is not full
-_TOGETHER = 4  # most batches that are answered together: a prompt of the next batch begins when an answer ends
+_MAX_GROUPS = 4  # most batches that are answered together: a prompt of the next batch begins when an answer ends
 
 
 def generate_responses(config: GenerateConfig) -> None:
@@ -61,33 +61,33 @@ def generate_responses(config: GenerateConfig) -> None:
 def _plan(config: GenerateConfig) -> str:
     """The plan as text: its memory (see `Plan`), then what bounds the answers."""
     target = open_given(config, by_layers=False)
-    context, ids = (
+    context_size, done_ids = (
         context_limit(target.config),
         directory.answered_ids(Path(config.out_dir)) if config.resume else set(),
     )
-    tasks = _read_prompts(config, target, context, lambda task: task.id not in ids).tasks
-    turns = sum(1 + len(task.upcoming) for task in tasks)
-    facts = {"prompts": len(tasks), "turns": turns, "tokens_at_most": turns * config.max_new_tokens}
-    longest = max((_longest(task, config, context) for task in tasks), default=0)
-    plan = Plan(memory_of(config, target, longest), facts, config.server or planned_device())
+    tasks = _read_prompts(config, target, context_size, lambda task: task.id not in done_ids).tasks
+    turn_count = sum(1 + len(task.upcoming) for task in tasks)
+    plan_counts = {"prompts": len(tasks), "turns": turn_count, "tokens_at_most": turn_count * config.max_new_tokens}
+    max_text_tokens = max((_longest(task, config, context_size) for task in tasks), default=0)
+    plan = Plan(memory_of(config, target, max_text_tokens), plan_counts, config.server or planned_device())
     return f"{plan}\n  {describe_limit(config)}; the first batch tells how long all prompts take"
 
 
-def memory_of(config: GenerateConfig, target: OpenTarget, longest: int) -> list[Memory]:
+def memory_of(config: GenerateConfig, target: OpenTarget, max_text_tokens: int) -> list[Memory]:
     """The memory of one device, or with device_map of all GPUs together. longest: tokens of the longest text."""
     if config.server:
         return []
-    storage = Storage.of(config.dtype, target.config, longest, device := planned_device())
-    texts = f"keys and values of {config.batch_size} texts of up to {longest} tokens"
-    size = config.batch_size * memory_plan.cache_bytes(target.config, storage)
-    caches = Memory(texts, size, "batch_size or max_new_tokens")
-    return [*memory_plan.decoding_memory(target, storage, device), caches]
+    storage = Storage.of(config.dtype, target.config, max_text_tokens, device := planned_device())
+    cache_label = f"keys and values of {config.batch_size} texts of up to {max_text_tokens} tokens"
+    cache_bytes = config.batch_size * memory_plan.cache_bytes(target.config, storage)
+    cache_memory = Memory(cache_label, cache_bytes, "batch_size or max_new_tokens")
+    return [*memory_plan.decoding_memory(target, storage, device), cache_memory]
 
 
 def _longest(task: Task, config: GenerateConfig, context: int) -> int:
     """An upper bound on the tokens of a prompt with its answers; a later turn is counted by its bytes."""
-    later = sum(len(turn["content"].encode(errors="replace")) for turn in task.upcoming)
-    return min(context, len(task.prompt) + later + config.max_new_tokens * (1 + len(task.upcoming)))
+    later_bytes = sum(len(turn["content"].encode(errors="replace")) for turn in task.upcoming)
+    return min(context, len(task.prompt) + later_bytes + config.max_new_tokens * (1 + len(task.upcoming)))
 
 
 def _read_prompts(config: GenerateConfig, target: OpenTarget, context: int, selects: Callable[[Task], bool]) -> Todo:
@@ -99,8 +99,8 @@ def _read_prompts(config: GenerateConfig, target: OpenTarget, context: int, sele
             todo.add(task, tokenizer)
     if len(todo.skipped) == todo.counts["prompts"]:
         tally = ", ".join(f"{name}={count}" for name, count in todo.counts.items()) or "nothing"
-        why = todo.counts.first or "give more data"
-        raise UserError(f"data source={config.data.source}: no prompt in it can be answered (found {tally}); {why}")
+        reason = todo.counts.first or "give more data"
+        raise UserError(f"data source={config.data.source}: no prompt in it can be answered (found {tally}); {reason}")
     return todo
 
 
@@ -119,48 +119,48 @@ def generate(
     if config.device_map is not None and state.num_processes > 1:
         raise UserError(f"device_map={config.device_map}: one process has all GPUs then; start one, not several")
     context = context_limit(target.config)
-    arguments = (config, target.tokenizer, end_tokens(target), context, target.vocabulary_size or UNLIMITED)
-    server = TargetServer(*arguments) if config.server else None
+    server_args = (config, target.tokenizer, end_tokens(target), context, target.vocabulary_size or UNLIMITED)
+    server = TargetServer(*server_args) if config.server else None
     # Other kernels round differently. The machine determines which ones run here, not a timing.
-    packed = "blocked" + (", steps by AMX" if has_amx() else "") if can_pack(state.device, dtype) else "PyTorch's"
-    kernels = "a server's" if server else packed
+    local_kernel = "blocked" + (", steps by AMX" if has_amx() else "") if can_pack(state.device, dtype) else "PyTorch's"
+    kernels = "a server's" if server else local_kernel
     identity = from_main(state, lambda: run_identity(config, target, dtype, server) | {"kernels": kernels})
-    if (of_main := identity["kernels"]) != kernels:
-        raise UserError(f"one process multiplies by kernels {of_main!r}, another by {kernels!r}: use like machines")
+    if (main_kernel := identity["kernels"]) != kernels:
+        raise UserError(f"one process multiplies by kernels {main_kernel!r}, another by {kernels!r}: use like machines")
     directory.check_run(folder, identity, config.resume)
     identity["code"] = code_version()
-    ids, first, spent = from_main(
+    done_ids, first_shard_number, seconds_spent = from_main(
         state, lambda: (directory.answered_ids(folder), directory.next_number(folder), directory.seconds_spent(folder))
     )
-    shard_numbers = count(first + state.process_index, state.num_processes)
+    shard_numbers = count(first_shard_number + state.process_index, state.num_processes)
     state.wait_for_everyone()  # all processes list the shards before a new one appears
     if state.is_main_process:
         directory.open_run(folder, identity)
     state.wait_for_everyone()
 
     def selects(task: Task) -> bool:
-        return task.id not in ids and int(task.id, 16) % state.num_processes == state.process_index
+        return task.id not in done_ids and int(task.id, 16) % state.num_processes == state.process_index
 
     todo = read(config, target, server.context if server else context, selects)
-    limit = TimeLimit(config.minutes, earlier=spent)
-    if limit.is_over(spent):
+    time_limit = TimeLimit(config.minutes, earlier=seconds_spent)
+    if time_limit.is_over(seconds_spent):
         todo.tasks.clear()
     with memory_plan.explain_out_of_memory(lambda: memory_of(config, target, context)):
         responder = Responder(config, target, dtype, state.device, server) if todo.tasks else None
-        rate = Answering(config, responder, todo, folder, shard_numbers, limit, state.is_main_process).run()
+        token_rate = Answering(config, responder, todo, folder, shard_numbers, time_limit, state.is_main_process).run()
     state.wait_for_everyone()
     if state.is_main_process:
-        _write_summary(folder, todo, rate)
+        _write_summary(folder, todo, token_rate)
     state.wait_for_everyone()
 
 
-def _write_summary(folder: Path, todo: Todo, rate: float) -> None:
+def _write_summary(folder: Path, todo: Todo, token_rate: float) -> None:
     """Write and print the counts over all shards. rate: tokens per second of this process."""
     summary: directory.Facts = {**todo.counts, **directory.summarise(folder)}
     write_json(folder / directory.SUMMARY_FILE, summary)
-    flat = {**summary, **{f"skipped_{reason}": count for reason, count in summary["skipped_by_reason"].items()}}
-    words = " ".join(f"{key}={value}" for key, value in flat.items() if isinstance(value, int))
-    print(f"responses out_dir={folder} {words} tokens_per_second_a_process={rate:.0f}", flush=True)
+    flat_counts = {**summary, **{f"skipped_{reason}": count for reason, count in summary["skipped_by_reason"].items()}}
+    counts_text = " ".join(f"{key}={value}" for key, value in flat_counts.items() if isinstance(value, int))
+    print(f"responses out_dir={folder} {counts_text} tokens_per_second_a_process={token_rate:.0f}", flush=True)
     if summary["skipped"]:
         print(f"skipped prompts are listed in {folder}/skipped-*.jsonl", flush=True)
 
@@ -171,10 +171,10 @@ def batch_tasks(tasks: Iterable[Task], config: GenerateConfig) -> list[list[Task
     They are ordered by hashes of prompts, so that the first answers of a run are to prompts of all lengths. But without
     `minutes` the longest prompts come first, so that a batch too large for memory fails at once.
     """
-    ordered = sorted(tasks, key=lambda task: (-len(task.prompt), task.id))
-    groups = [ordered[start : start + config.batch_size] for start in range(0, len(ordered), config.batch_size)]
-    first = 0 if config.minutes is not None else 1
-    return groups[:first] + sorted(groups[first:], key=lambda batch: batch[0].id)
+    by_length = sorted(tasks, key=lambda task: (-len(task.prompt), task.id))
+    batches = [by_length[start : start + config.batch_size] for start in range(0, len(by_length), config.batch_size)]
+    leading_count = 0 if config.minutes is not None else 1
+    return batches[:leading_count] + sorted(batches[leading_count:], key=lambda batch: batch[0].id)
 
 
 @dataclass
@@ -201,12 +201,12 @@ class Answering:
 
     def run(self) -> float:
         """Answer as many tasks as the limit allows; returns tokens per second."""
-        groups, begun = batch_tasks(self.todo.tasks, self.config), 0
+        batches, begun = batch_tasks(self.todo.tasks, self.config), 0
         with Stage("answering", len(self.todo.tasks), "prompts", estimate=self._estimate) as stage, self._saving():
-            while begun < len(groups):
-                end = begun + self._groups_together(begun)
-                batch = [task for group in groups[begun:end] for task in group]
-                begun = min(end, len(groups))
+            while begun < len(batches):
+                end_index = begun + self._groups_together(begun)
+                batch = [task for group in batches[begun:end_index] for task in group]
+                begun = min(end_index, len(batches))
                 self._answer(batch)
                 if self.responder is not None and self.responder.refusal is not None:
                     raise self.responder.refusal
@@ -219,8 +219,8 @@ class Answering:
                     self._print_end(is_first=begun == 1)
                     break
         if self.unanswered:
-            why = "of a server that failed or a batch too slow for minutes="
-            print(f"unanswered={self.unanswered} prompts, {why}; resume=true asks for them again", flush=True)
+            cause = "of a server that failed or a batch too slow for minutes="
+            print(f"unanswered={self.unanswered} prompts, {cause}; resume=true asks for them again", flush=True)
         return self.tokens / max(self._seconds(), 1e-9)
 
     @contextmanager
@@ -240,8 +240,8 @@ class Answering:
         assert self.responder is not None
         if not begun or self.responder.by_layers is None:
             return 1
-        most = min(_TOGETHER, (self.config.shard_size - len(self.shard)) // self.config.batch_size)
-        return max(1, int(min(most, self._seconds_left() / max(2 * self._seconds() / begun, 1e-9))))
+        max_batches = min(_MAX_GROUPS, (self.config.shard_size - len(self.shard)) // self.config.batch_size)
+        return max(1, int(min(max_batches, self._seconds_left() / max(2 * self._seconds() / begun, 1e-9))))
 
     def _answer(self, batch: list[Task]) -> None:
         """Answer a batch and collect its responses."""
@@ -284,17 +284,17 @@ class Answering:
         if not self._has_warned and (warning := describe_texts(batch, self.answered)):
             self._has_warned = True
             print(warning, flush=True)
-        total = len(self.todo.tasks)
-        if is_first and 0 < self.answered < total:
-            print(describe_first(self.config, self.answered, total, self.tokens, self._seconds()), flush=True)
+        prompt_count = len(self.todo.tasks)
+        if is_first and 0 < self.answered < prompt_count:
+            print(describe_first(self.config, self.answered, prompt_count, self.tokens, self._seconds()), flush=True)
 
     def _print_end(self, *, is_first: bool) -> None:
         """Print that the time limit holds no further batch, if prompts remain."""
-        total = len(self.todo.tasks)
-        if self.is_main and self.answered < total:
-            alone = ", which is one batch; a smaller batch_size or max_new_tokens makes it shorter" if is_first else ""
-            facts = f"{self.answered} of {total} prompts are answered{alone}"
-            print(f"{self.limit.minutes:.3g} minutes hold no further batch: {facts}", flush=True)
+        prompt_count = len(self.todo.tasks)
+        if self.is_main and self.answered < prompt_count:
+            hint = ", which is one batch; a smaller batch_size or max_new_tokens makes it shorter" if is_first else ""
+            progress = f"{self.answered} of {prompt_count} prompts are answered{hint}"
+            print(f"{self.limit.minutes:.3g} minutes hold no further batch: {progress}", flush=True)
 
 
 def run_identity(
@@ -303,16 +303,16 @@ def run_identity(
     """Everything that decides the answer to a prompt, last bits apart, and the prompts made from a record."""
     tokenizer = bind_arguments(target.tokenizer, config.template_arguments)
     if server:  # whose weights are not read here
-        model = {"config": deciding_config(target.source, target.revision)} if target.is_seen else target.identity
-        facts: directory.Facts = {"served": server.model, "model": model}
+        model_id = {"config": deciding_config(target.source, target.revision)} if target.is_seen else target.identity
+        model_facts: directory.Facts = {"served": server.model, "model": model_id}
     else:
-        facts = {"dtype": str(dtype).removeprefix("torch."), "model": model_identity(target.files)}
-    templates = [part.template for _, _, part in config.data.parts()] or [config.data.template]
+        model_facts = {"dtype": str(dtype).removeprefix("torch."), "model": model_identity(target.files)}
+    templates = [source_data.template for _, _, source_data in config.data.parts()] or [config.data.template]
     return {
         **config.decisions(),
-        **facts,
+        **model_facts,
         "end_tokens": sorted(end_tokens(target)),
         "tokenizer": tokenizer_digest(tokenizer)[:16],
-        "template": [tokenizer.chat_template if name == "tokenizer" else name for name in templates],
+        "template": [tokenizer.chat_template if template == "tokenizer" else template for template in templates],
         **({"heldout_by": HELDOUT_BY} if config.data.heldout_fraction else {}),
     }

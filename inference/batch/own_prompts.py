@@ -18,7 +18,7 @@ from outrider.base.files import as_json_lines, require_writable, write_atomicall
 from outrider.base.processes import from_main, join_processes, only_run_of
 from outrider.base.run_dirs import is_finished
 from outrider.data_prep.settings import PromptsConfig
-from outrider.data_prep.text.chat import around_question
+from outrider.data_prep.text.chat import question_affixes
 from outrider.data_prep.text.prompt_records import Prompt, as_record
 from outrider.data_prep.text.prompts import read_prompts, split_prompts
 from outrider.data_prep.text.settings import ChatTemplate, DataConfig, prompt_file
@@ -31,7 +31,7 @@ from outrider.inference.batch.generate import generate
 from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.batch.tasks import WRITTEN_ONLY, Task, Todo
 
-_LONGEST, _SHORTEST = 128, 16  # tokens that are written for a prompt; characters that it has at least
+_LONGEST, _MIN_CHARS = 128, 16  # tokens that are written for a prompt; characters that it has at least
 
 
 def write_prompts(config: PromptsConfig) -> None:
@@ -56,18 +56,18 @@ def write_prompts(config: PromptsConfig) -> None:
 
         def save() -> None:
             prompts = read_prompts(str(file)) if file else _extract_prompts(config, target, folder / "written")
-            split = split_prompts(prompts, config.heldout_fraction, config.file or target.source, by_hash=file is None)
-            _save_split(split, folder, identity)
+            splits = split_prompts(prompts, config.heldout_fraction, config.file or target.source, by_hash=file is None)
+            _save_split(splits, folder, identity)
 
         from_main(state, save)
 
 
 def _write_texts(config: PromptsConfig, target: OpenTarget, folder: Path, state: PartialState) -> None:
     """Let the target write `config.count` texts after its words before a question, each by the seed and its number."""
-    start, _ = around_question(bind_arguments(target.tokenizer, config.chat_template_kwargs), config.template)
+    prefix_ids, _ = question_affixes(bind_arguments(target.tokenizer, config.chat_template_kwargs), config.template)
 
     def tasks(_: object, __: object, context: int, selects: Callable[[Task], bool]) -> Todo:
-        texts = (Task(f"{number:032x}", f"text {number}", WRITTEN_ONLY, start) for number in range(config.count))
+        texts = (Task(f"{number:032x}", f"text {number}", WRITTEN_ONLY, prefix_ids) for number in range(config.count))
         return Todo(context, [*filter(selects, texts)])
 
     options = {name: getattr(config, name) for name in ("revision", "dtype", "minutes", "batch_size", "seed", "resume")}
@@ -82,27 +82,27 @@ def _write_texts(config: PromptsConfig, target: OpenTarget, folder: Path, state:
 def _extract_prompts(config: PromptsConfig, target: OpenTarget, folder: Path) -> list[Prompt]:
     """The prompts in the texts, by number. A user's turn ends by itself; the beginning of a document ends anywhere."""
     prompts, tokenizer = list[Prompt](), bind_arguments(target.tokenizer, config.chat_template_kwargs)
-    question_start, turn_end = around_question(tokenizer, config.template)
-    special = [token.content for token in target.tokenizer.added_tokens_decoder.values() if token.special]
+    prefix_ids, end_text = question_affixes(tokenizer, config.template)
+    special_texts = [token.content for token in target.tokenizer.added_tokens_decoder.values() if token.special]
     records = [response.record for shard in list_shards(folder) for response in read_shard(shard)]
     for record in sorted(records, key=lambda record: str(record["id"])):
-        ids, ended = record["written"]["documents"][0]["ids"][len(question_start) :], record["finish"] == "end"
-        turn = str(target.tokenizer.decode(ids[: len(ids) - ended], clean_up_tokenization_spaces=False))
-        text = (turn.partition(turn_end)[0] if turn_end else turn.rstrip("\ufffd")).strip()
-        is_complete = ended or not turn_end or turn_end in turn
-        if len(text) >= _SHORTEST and is_complete and not any(mark in text for mark in special):
-            name = hashlib.sha256(json.dumps([text]).encode()).hexdigest()[:16]
-            prompts.append(Prompt(name, "own", (text,), bool(turn_end)))
+        ids, has_end = record["written"]["documents"][0]["ids"][len(prefix_ids) :], record["finish"] == "end"
+        turn_text = str(target.tokenizer.decode(ids[: len(ids) - has_end], clean_up_tokenization_spaces=False))
+        text = (turn_text.partition(end_text)[0] if end_text else turn_text.rstrip("\ufffd")).strip()
+        is_complete = has_end or not end_text or end_text in turn_text
+        if len(text) >= _MIN_CHARS and is_complete and not any(mark in text for mark in special_texts):
+            prompt_hash = hashlib.sha256(json.dumps([text]).encode()).hexdigest()[:16]
+            prompts.append(Prompt(prompt_hash, "own", (text,), bool(end_text)))
     return prompts
 
 
-def _save_split(split: Mapping[Split, list[Prompt]], folder: Path, identity: Mapping[str, object]) -> None:
-    facts: dict[str, object] = {}
+def _save_split(splits: Mapping[Split, list[Prompt]], folder: Path, identity: Mapping[str, object]) -> None:
+    split_facts: dict[str, object] = {}
     (folder / "prompts.json").unlink(missing_ok=True)  # which says that both halves are of one run
-    for half, prompts in split.items():
-        content = as_json_lines(as_record(prompt) for prompt in prompts)
-        write_atomically(folder / f"{half}.jsonl", content)
-        categories, digest = Counter(prompt.category for prompt in prompts), hashlib.sha256(content).hexdigest()
-        facts[half] = {"prompts": len(prompts), "categories": categories, "sha256": digest}
-    write_json(folder / "prompts.json", {"made_of": identity, **facts})
-    print(f"write_prompts out_dir={folder} train={len(split['train'])} heldout={len(split['heldout'])}", flush=True)
+    for split, prompts in splits.items():
+        jsonl_bytes = as_json_lines(as_record(prompt) for prompt in prompts)
+        write_atomically(folder / f"{split}.jsonl", jsonl_bytes)
+        by_category, digest = Counter(prompt.category for prompt in prompts), hashlib.sha256(jsonl_bytes).hexdigest()
+        split_facts[split] = {"prompts": len(prompts), "categories": by_category, "sha256": digest}
+    write_json(folder / "prompts.json", {"made_of": identity, **split_facts})
+    print(f"write_prompts out_dir={folder} train={len(splits['train'])} heldout={len(splits['heldout'])}", flush=True)

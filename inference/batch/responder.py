@@ -84,19 +84,19 @@ class Responder:
 
     def _converse(self, generator: Generator, tasks: Sequence[Task]) -> None:
         """`answer` over layers."""
-        in_work, queue = list(tasks[: self.config.batch_size]), iter(tasks[self.config.batch_size :])
+        active_tasks, queue = list(tasks[: self.config.batch_size]), iter(tasks[self.config.batch_size :])
 
         def take(index: int, answer: Answer) -> tuple[Sequence[int], torch.Tensor] | None:
             """Take the answer of the task at an index; the next prompt there and its numbers, if there is one."""
-            for late in queue if answer.failure == UNANSWERED else ():
-                late.problem = UNANSWERED
-            if not self._take(in_work[index], answer):
+            for late_task in queue if answer.failure == UNANSWERED else ():
+                late_task.problem = UNANSWERED
+            if not self._take(active_tasks[index], answer):
                 if (task := next(queue, None)) is None:
                     return None
-                in_work[index] = task
-            return in_work[index].prompt, self._draws(in_work[index])
+                active_tasks[index] = task
+            return active_tasks[index].prompt, self._draws(active_tasks[index])
 
-        generator.converse([task.prompt for task in in_work], [*map(self._draws, in_work)], take)
+        generator.converse([task.prompt for task in active_tasks], [*map(self._draws, active_tasks)], take)
 
     def response(self, task: Task) -> Response:
         """The record of a task with an answer, and the target's distributions at the answers' tokens."""
@@ -108,13 +108,13 @@ class Responder:
         record["tokens"] = sum(len(answer.tokens) for answer in task.answers)
         record["finish"] = "end" if task.answers[-1].ended else "length"
         record |= {"retokenised": task.retokenised, "text_differs": bool(task.difference)}
-        origin = (*origin_digests(record, self.tokenizer, task.template), text_digest(record))
-        record["written"] = asdict(Written(*origin, task.documents))
+        digests = (*origin_digests(record, self.tokenizer, task.template), text_digest(record))
+        record["written"] = asdict(Written(*digests, task.documents))
         return Response(record, task.top)
 
     def _draws(self, task: Task) -> torch.Tensor:
-        budget = min(self.config.max_new_tokens, self.context - len(task.prompt))
-        return uniforms(self.config.seed, task.id, len(task.answers), budget)
+        max_new_tokens = min(self.config.max_new_tokens, self.context - len(task.prompt))
+        return uniforms(self.config.seed, task.id, len(task.answers), max_new_tokens)
 
     def _take(self, task: Task, answer: Answer) -> bool:
         """Add an answer to its task; returns whether to answer the user's next turn."""
@@ -134,15 +134,15 @@ class Responder:
                 task.difference = describe_difference(tokens, messages, self.tokenizer, "none")
             return False
         decodings = (self.tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in (task.prompt, tokens))
-        before, through = map(str, decodings)
-        verbatim = through[len(before) :]  # keeps a leading space, which some tokenizers drop at the begin of a text
+        prefix, full_text = map(str, decodings)
+        verbatim = full_text[len(prefix) :]  # keeps a leading space, which some tokenizers drop at the begin of a text
         # The conversation has the text verbatim if the template then gives the written tokens, else stripped.
-        written, conversation = task.documents[-1].ids, task.messages
-        task.messages = [*conversation, {"role": "assistant", "content": verbatim}]
-        if describe_difference(written, task.messages, self.tokenizer, task.template):
-            task.messages = [*conversation, {"role": "assistant", "content": text}]
+        written_ids, messages_before = task.documents[-1].ids, task.messages
+        task.messages = [*messages_before, {"role": "assistant", "content": verbatim}]
+        if describe_difference(written_ids, task.messages, self.tokenizer, task.template):
+            task.messages = [*messages_before, {"role": "assistant", "content": text}]
             task.difference = task.difference or describe_difference(
-                written, task.messages, self.tokenizer, task.template
+                written_ids, task.messages, self.tokenizer, task.template
             )
         return bool(answer.ended and task.upcoming) and self._ask_next(task)
 

@@ -79,21 +79,21 @@ class TargetServer:
         except ReplyError as error:
             raise UserError(f"{self.setting}: {error}; see docs/data.md for servers") from None
 
-    def answer(self, prompts: Sequence[Sequence[int]], draws: Sequence[Tensor]) -> list[Answer]:
-        """Continue each prompt by at most as many tokens as it has uniform `draws`; the first determines its seed.
+    def answer(self, prompts: Sequence[Sequence[int]], uniforms: Sequence[Tensor]) -> list[Answer]:
+        """Continue each prompt by at most as many tokens as it has uniform `uniforms`; the first determines its seed.
 
         Sets `refusal` if the server refuses a request, or too many prompts have failed.
         """
-        requests = [partial(self._answer, [*ids], numbers) for ids, numbers in zip(prompts, draws, strict=True)]
-        answers = ask_together(requests, self.config.concurrency)
-        failed = [failure for failure, _ in answers if failure is not None and failure.failure == UNANSWERED]
-        self._prompt_count, self._failed_count = self._prompt_count + len(answers), self._failed_count + len(failed)
+        requests = [partial(self._answer, [*ids], numbers) for ids, numbers in zip(prompts, uniforms, strict=True)]
+        results = ask_together(requests, self.config.concurrency)
+        failures = [error for error, _ in results if error is not None and error.failure == UNANSWERED]
+        self._prompt_count, self._failed_count = self._prompt_count + len(results), self._failed_count + len(failures)
         if self._failed_count > max(_FAILED_FEW, _FAILED_SHARE * self._prompt_count):
             self.refusal = self.refusal or UserError(
                 f"{self.setting}: {self._failed_count} of {self._prompt_count} prompts failed, the last one by: "
-                f"{failed[-1]}; mend the server and go on with resume=true"
+                f"{failures[-1]}; mend the server and go on with resume=true"
             )
-        return [answer for _, answer in answers]
+        return [answer for _, answer in results]
 
     def stream(self, prompt: list[int], count: int, seed: int, **further_fields: object) -> Streamed:
         """At most `count` tokens after the prompt, by one request, as it is timed. further_fields: of the request.
@@ -102,7 +102,7 @@ class TargetServer:
         first chunk and the rest. Raises `UserError`.
         """
         body = {**self._body(prompt, count, seed, greedy=self.config.temperature == 0), **_STREAMED, **further_fields}
-        begun = time.perf_counter()
+        request_time = time.perf_counter()
         try:
             read_reply = partial(self._read_stream, prompt=prompt, count=count)
             chunks, reply, answer = self.client.fetch("/v1/completions", body, read_reply)
@@ -110,16 +110,16 @@ class TargetServer:
                 raise ReplyError(f"it says nothing after a prompt of {len(prompt)} tokens")
         except ReplyError as error:
             raise UserError(f"{self.setting}: {error}; see docs/deploy.md") from None
-        rounds = rounds_of_timings(reply["timings"], count, self.setting)
+        timed_ends = rounds_of_timings(reply["timings"], count, self.setting)
         if answer.retokenised:
             chunks = [chunks[0], *chunks[1:][-1:]]
-        if rounds:
-            times, ends = [when for when, _ in rounds], [end for _, end in rounds[:-1]]
+        if timed_ends:
+            step_times, step_ends = [when for when, _ in timed_ends], [end for _, end in timed_ends[:-1]]
         else:
             sizes = (len(choice.get("token_ids") or self._tokenise(choice["text"])) or 1 for _, choice in chunks[:-1])
-            times, ends = [when for when, _ in chunks], [*accumulate(sizes)]
-        steps = [step for start, end in pairwise([0, *ends, None]) if (step := answer.tokens[start:end])]
-        return answer, steps, [begun, *times][: 1 + len(steps)], reply
+            step_times, step_ends = [when for when, _ in chunks], [*accumulate(sizes)]
+        step_tokens = [tokens for start, end in pairwise([0, *step_ends, None]) if (tokens := answer.tokens[start:end])]
+        return answer, step_tokens, [request_time, *step_times][: 1 + len(step_tokens)], reply
 
     def _read_stream(
         self, response: httpx.Response, prompt: list[int], count: int
@@ -137,43 +137,43 @@ class TargetServer:
     def _find_model(self, context: int) -> tuple[str, int]:
         """The name of the model to request, and its context length (which vLLM reports)."""
         retries = min(2, self.config.server_retries)
-        listed: Json = self.client.retry(lambda: self.client.fetch("/v1/models"), retries)
+        models_reply: Json = self.client.retry(lambda: self.client.fetch("/v1/models"), retries)
         try:
-            contexts = {str(entry["id"]): int(entry.get("max_model_len") or context) for entry in listed["data"]}
-            self.owner = str(listed["data"][0].get("owned_by") or "server")
+            contexts = {str(entry["id"]): int(entry.get("max_model_len") or context) for entry in models_reply["data"]}
+            self.owner = str(models_reply["data"][0].get("owned_by") or "server")
         except (LookupError, TypeError, AttributeError, ValueError, OverflowError):
             contexts = {}
-        model = self.config.server_model or next(iter(contexts), None)
-        if model not in contexts or contexts[model] < 1:
-            raise ReplyError(f"/v1/models lists {', '.join(contexts) or 'no model'}, not server_model={model}")
-        return model, min(context, contexts[model])
+        model_name = self.config.server_model or next(iter(contexts), None)
+        if model_name not in contexts or contexts[model_name] < 1:
+            raise ReplyError(f"/v1/models lists {', '.join(contexts) or 'no model'}, not server_model={model_name}")
+        return model_name, min(context, contexts[model_name])
 
     def _try_out(self) -> None:
         """Send the run's kinds of requests once. Raises `ReplyError` for a server that lacks what the run needs."""
         prompt = self.tokenizer("Hello, world", add_special_tokens=False)["input_ids"] or [0]
         sampling = self.config.sampling
-        plain = self._ask(prompt, min(4, self.config.max_new_tokens), seed=0, greedy=True).top
-        if plain is None or sampling.temperature == 0:
+        greedy_top = self._ask(prompt, min(4, self.config.max_new_tokens), seed=0, greedy=True).top
+        if greedy_top is None or sampling.temperature == 0:
             return
-        sampled = self._ask(prompt, 1, seed=0, greedy=False).top
-        assert sampled is not None
-        if not torch.allclose(plain.logprobs[0], sampled.logprobs[0], atol=_BETWEEN_REPLIES):
+        sampled_top = self._ask(prompt, 1, seed=0, greedy=False).top
+        assert sampled_top is not None
+        if not torch.allclose(greedy_top.logprobs[0], sampled_top.logprobs[0], atol=_BETWEEN_REPLIES):
             raise ReplyError(
                 "its log-probabilities are those after temperature, top_k and top_p, and the target's own are needed "
                 "(vLLM: --logprobs-mode raw_logprobs); or sample with temperature=1 top_k=0 top_p=1"
             )
 
-    def _answer(self, prompt: list[int], draws: Tensor) -> tuple[ReplyError | None, Answer]:
+    def _answer(self, prompt: list[int], uniform_draws: Tensor) -> tuple[ReplyError | None, Answer]:
         """(error or None, answer): a greedy request, then a sampled one after it. An error has the answer's failure."""
         if self.refusal is not None:
             return ReplyError(str(self.refusal)), Answer(failure=UNANSWERED)
-        budget, seed = len(draws), int(draws[0] * 2**31)
-        greedy_count = budget if self.config.temperature == 0 else min(self.config.greedy_tokens, budget)
+        max_tokens, seed = len(uniform_draws), int(uniform_draws[0] * 2**31)
+        greedy_count = max_tokens if self.config.temperature == 0 else min(self.config.greedy_tokens, max_tokens)
         try:
             first = self._ask(prompt, greedy_count, seed, greedy=True) if greedy_count else Answer()
-            if first.ended or greedy_count == budget:
+            if first.ended or greedy_count == max_tokens:
                 return None, first
-            second = self._ask([*prompt, *first.tokens], budget - greedy_count, seed, greedy=False)
+            second = self._ask([*prompt, *first.tokens], max_tokens - greedy_count, seed, greedy=False)
         except ReplyError as error:
             return error, Answer(failure=error.failure)
         except UserError as error:
@@ -182,11 +182,11 @@ class TargetServer:
         top = second.top if first.top is None or second.top is None else first.top.then(second.top)
         return None, Answer((*first.tokens, *second.tokens), second.ended, top, second.retokenised)
 
-    def _body(self, prompt: list[int], count: int, seed: int, *, greedy: bool) -> Json:
+    def _body(self, prompt: list[int], max_tokens: int, seed: int, *, greedy: bool) -> Json:
         """A request. Parameters with server-side defaults are sent explicitly."""
         sampling = self.config.sampling
         return {
-            "model": self.model, "prompt": prompt, "max_tokens": count, "seed": seed, "n": 1, "stream": False,
+            "model": self.model, "prompt": prompt, "max_tokens": max_tokens, "seed": seed, "n": 1, "stream": False,
             "temperature": 0.0 if greedy else sampling.temperature,
             "top_p": 1.0 if greedy else sampling.top_p, "top_k": -1 if greedy else sampling.top_k or -1,
             "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
@@ -194,53 +194,53 @@ class TargetServer:
             "return_token_ids": True, "return_tokens_as_token_ids": True, "timings_per_token": True,
         }  # fmt: skip
 
-    def _ask(self, prompt: list[int], count: int, seed: int, *, greedy: bool) -> Answer:
-        """At most `count` tokens after the prompt."""
-        body = self._body(prompt, count, seed, greedy=greedy)
+    def _ask(self, prompt: list[int], max_tokens: int, seed: int, *, greedy: bool) -> Answer:
+        """At most `max_tokens` tokens after the prompt."""
+        body = self._body(prompt, max_tokens, seed, greedy=greedy)
 
         def read(response: httpx.Response) -> Answer:
-            return self._read(read_json(response), prompt, count, greedy=greedy)
+            return self._read(read_json(response), prompt, max_tokens, greedy=greedy)
 
         return self.client.retry(partial(self.client.fetch, "/v1/completions", body, read))
 
-    def _read(self, reply: Json, prompt: list[int], count: int, *, greedy: bool) -> Answer:
-        """The answer in a reply, checked as the module's text says; at most `count` tokens after `prompt`."""
+    def _read(self, reply: Json, prompt: list[int], max_tokens: int, *, greedy: bool) -> Answer:
+        """The answer in a reply, checked as the module's text says; at most `max_tokens` tokens after `prompt`."""
         choice, usage = reply["choices"][0], reply.get("usage") or {}
-        ids_read, count_read = choice.get("prompt_token_ids"), usage.get("prompt_tokens")
-        if ids_read not in (None, prompt) or count_read not in (None, len(prompt)):
+        echoed_ids, echoed_count = choice.get("prompt_token_ids"), usage.get("prompt_tokens")
+        if echoed_ids not in (None, prompt) or echoed_count not in (None, len(prompt)):
             raise ReplyError("the answer to another prompt")
-        rows = read_rows(choice.get("logprobs")) if self.checked or not choice.get("token_ids") else None
-        ids = list(choice.get("token_ids") or [row.token for row in rows or ()])
-        if rows is not None and not choice.get("token_ids") and not self._lists_all(ids, choice, usage):
+        token_rows = read_rows(choice.get("logprobs")) if self.checked or not choice.get("token_ids") else None
+        ids = list(choice.get("token_ids") or [row.token for row in token_rows or ()])
+        if token_rows is not None and not choice.get("token_ids") and not self._lists_all(ids, choice, usage):
             if self.config.top_k_logits:
                 raise ReplyError("a text of which it does not list all tokens", RETOKENISED, retry=False)
-            ids, rows = [], None
-        if self.config.top_k_logits and (not ids or rows is None):
+            ids, token_rows = [], None
+        if self.config.top_k_logits and (not ids or token_rows is None):
             raise ReplyError("it names no token ids, and top_k_logits needs them (vLLM and llama.cpp do)", retry=False)
         tokens = ids or self._retokenise(choice, usage.get("completion_tokens"))
-        if rows is not None and self.checked:
-            check_rows(rows, tokens, greedy=greedy)
+        if token_rows is not None and self.checked:
+            check_rows(token_rows, tokens, greedy=greedy)
         tokens = self._up_to_end(tokens, choice)
-        self._require_vocabulary([*tokens, *(candidate for row in rows or () for candidate in row.top)])
-        if len(tokens) > count or (self.checked and len(tokens) < count and tokens[-1] not in self.eos):
-            raise ReplyError(f"{len(tokens)} tokens of {count} without an end")
-        top = top_of(rows or (), tokens, self.config.top_k_logits) if self.config.top_k_logits else None
+        self._require_vocabulary([*tokens, *(candidate for row in token_rows or () for candidate in row.top)])
+        if len(tokens) > max_tokens or (self.checked and len(tokens) < max_tokens and tokens[-1] not in self.eos):
+            raise ReplyError(f"{len(tokens)} tokens of {max_tokens} without an end")
+        top = top_of(token_rows or (), tokens, self.config.top_k_logits) if self.config.top_k_logits else None
         return Answer(tuple(tokens), bool(tokens) and tokens[-1] in self.eos, top, retokenised=not ids)
 
     def _lists_all(self, ids: list[int], choice: Json, usage: Json) -> bool:
         """Whether these log-probabilities' tokens are the whole answer. llama.cpp lists none within a character."""
-        left_out_end = choice.get("finish_reason") == "stop" and ids[-1:] and ids[-1] not in self.eos
-        return usage.get("completion_tokens") in (None, len(ids), len(ids) + bool(left_out_end))
+        omits_end = choice.get("finish_reason") == "stop" and ids[-1:] and ids[-1] not in self.eos
+        return usage.get("completion_tokens") in (None, len(ids), len(ids) + bool(omits_end))
 
     def _tokenise(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 
-    def _retokenise(self, choice: Json, count: int | None) -> list[int]:
+    def _retokenise(self, choice: Json, token_count: int | None) -> list[int]:
         """The tokens of a text without ids, by tokenising it, if their number matches the server's count."""
         text, ids = choice["text"], self._tokenise(choice["text"])
-        same = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
-        if not same or count not in (len(ids), len(ids) + (choice.get("finish_reason") == "stop")):
+        round_trips = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
+        if not round_trips or token_count not in (len(ids), len(ids) + (choice.get("finish_reason") == "stop")):
             raise ReplyError("a text without token ids that is not tokenised so", RETOKENISED, retry=False)
         return ids
 
@@ -249,14 +249,14 @@ class TargetServer:
 
         Without `checked`, and if the left-out end token may be one of several, nothing is added.
         """
-        end = next((index for index, token in enumerate(tokens) if token in self.eos), None)
-        if end is not None or choice.get("finish_reason") != "stop":
-            return tokens if end is None else tokens[: end + 1]
-        stop = choice.get("stop_reason", choice.get("matched_stop"))
-        ends = self.eos if stop is None else self.eos & {stop}
-        if self.checked and (len(ends) != 1 or self.config.top_k_logits):
+        end_index = next((index for index, token in enumerate(tokens) if token in self.eos), None)
+        if end_index is not None or choice.get("finish_reason") != "stop":
+            return tokens if end_index is None else tokens[: end_index + 1]
+        stop_token = choice.get("stop_reason", choice.get("matched_stop"))
+        end_tokens = self.eos if stop_token is None else self.eos & {stop_token}
+        if self.checked and (len(end_tokens) != 1 or self.config.top_k_logits):
             raise ReplyError("an answer that ended without its end token", retry=False)
-        return [*tokens, *(ends if len(ends) == 1 else ())]
+        return [*tokens, *(end_tokens if len(end_tokens) == 1 else ())]
 
     def _require_vocabulary(self, tokens: Sequence[object]) -> None:
         """Raise `ReplyError` for a token that is none of the target's."""
@@ -273,30 +273,30 @@ def read_stream(response: httpx.Response) -> tuple[list[tuple[float, Json]], Jso
     if not response.headers.get("Content-Type", "").startswith("text/event-stream"):
         raise ReplyError("it does not stream its answers")
     lines = [(time.perf_counter(), line[5:].strip()) for line in lines_of(response) if line.startswith(b"data:")]
-    chunks: list[tuple[float, Any]] = [(when, parse_json(line)) for when, line in lines if line != b"[DONE]"]
-    choices = [(when, choice) for when, chunk in chunks for choice in chunk.get("choices", ())]
-    joint = {key: value for _, choice in choices for key, value in choice.items() if value is not None}
-    if not joint.get("finish_reason"):
+    chunks: list[tuple[float, Any]] = [(arrival, parse_json(line)) for arrival, line in lines if line != b"[DONE]"]
+    choices = [(arrival, choice) for arrival, chunk in chunks for choice in chunk.get("choices", ())]
+    joined_choice = {key: value for _, choice in choices for key, value in choice.items() if value is not None}
+    if not joined_choice.get("finish_reason"):
         raise ReplyError(f"a stream without an end, the last of it: {lines[-1:]}")
-    joint |= {"text": "".join(choice.get("text") or "" for _, choice in choices), "logprobs": None}
-    joint["token_ids"] = [token for _, choice in choices for token in choice.get("token_ids") or ()]
+    joined_choice |= {"text": "".join(choice.get("text") or "" for _, choice in choices), "logprobs": None}
+    joined_choice["token_ids"] = [token for _, choice in choices for token in choice.get("token_ids") or ()]
     reply = {key: value for _, chunk in chunks for key, value in chunk.items() if value is not None}
-    timed_choices = [(when, choice) for when, choice in choices if choice.get("token_ids") or choice.get("text")]
-    timings = [(when, timing) for when, chunk in chunks if isinstance(timing := chunk.get("timings"), dict)]
-    return timed_choices or choices[-1:], {**reply, "choices": [joint], "timings": timings}
+    timed_choices = [(arrival, choice) for arrival, choice in choices if choice.get("token_ids") or choice.get("text")]
+    timings = [(arrival, timing) for arrival, chunk in chunks if isinstance(timing := chunk.get("timings"), dict)]
+    return timed_choices or choices[-1:], {**reply, "choices": [joined_choice], "timings": timings}
 
 
-def rounds_of_timings(timings: Sequence[tuple[float, Json]], count: int, setting: str) -> list[tuple[float, int]]:
-    """When each round ended, and after how many tokens of at most `count`, by the totals in llama.cpp's chunks; empty
+def rounds_of_timings(timings: Sequence[tuple[float, Json]], limit: int, setting: str) -> list[tuple[float, int]]:
+    """When each round ended, and after how many tokens of at most `limit`, by the totals in llama.cpp's chunks; empty
     if only the last chunk has them. A round's tokens are the accepted ones and one more. Raises `UserError`."""
     counts_of_chunks = [[timing.get(key, 0) for key in ("predicted_n", "draft_n_accepted")] for _, timing in timings]
-    ends, earlier_accepted = [(0.0, 0)], 0
+    timed_ends, accepted_before = [(0.0, 0)], 0
     totals = construct(list[tuple[int, int]], counts_of_chunks, f"{setting}: timings")
-    for (when, _), (predicted, accepted) in zip(timings, totals, strict=False):
-        while min(predicted, count) > ends[-1][1]:
-            ends.append((when, ends[-1][1] + 1 + max(0, accepted - earlier_accepted)))
-            earlier_accepted = accepted
-    return ends[1:] if len(timings) > 1 else []
+    for (arrival, _), (predicted_total, accepted_total) in zip(timings, totals, strict=False):
+        while min(predicted_total, limit) > timed_ends[-1][1]:
+            timed_ends.append((arrival, timed_ends[-1][1] + 1 + max(0, accepted_total - accepted_before)))
+            accepted_before = accepted_total
+    return timed_ends[1:] if len(timings) > 1 else []
 
 
 def read_rows(logprobs: Json | None) -> list[TokenRow] | None:
@@ -307,9 +307,9 @@ def read_rows(logprobs: Json | None) -> list[TokenRow] | None:
         entries = [(e.get("id"), e["logprob"], [(t.get("id"), t["logprob"]) for t in e["top_logprobs"]])
                    for e in logprobs["content"]]  # fmt: skip
     else:
-        parts = (logprobs[name] for name in ("tokens", "token_logprobs", "top_logprobs"))
+        columns = (logprobs[name] for name in ("tokens", "token_logprobs", "top_logprobs"))
         entries = [(_token_id(token), logprob, [(_token_id(name), value) for name, value in top.items()])
-                   for token, logprob, top in zip(*parts, strict=True)]  # fmt: skip
+                   for token, logprob, top in zip(*columns, strict=True)]  # fmt: skip
     if any(token is None or any(candidate is None for candidate, _ in top) for token, _, top in entries):
         return None
     rows = [TokenRow(token, float(logprob), dict(top)) for token, logprob, top in entries]
@@ -321,8 +321,8 @@ def read_rows(logprobs: Json | None) -> list[TokenRow] | None:
 
 
 def _token_id(name: str) -> int | None:
-    number = name.removeprefix("token_id:")
-    return int(number) if number != name and number.isdecimal() else None
+    id_text = name.removeprefix("token_id:")
+    return int(id_text) if id_text != name and id_text.isdecimal() else None
 
 
 def check_rows(rows: Sequence[TokenRow], tokens: Sequence[int], *, greedy: bool) -> None:
@@ -339,10 +339,10 @@ def check_rows(rows: Sequence[TokenRow], tokens: Sequence[int], *, greedy: bool)
 
 def top_of(rows: Sequence[TokenRow], tokens: Sequence[int], k: int) -> TopK:
     """The k most likely tokens at each position. Raises `ReplyError` if a row has fewer."""
-    ranked = [sorted(row.top.items(), key=lambda pair: -pair[1])[:k] for row in rows[: len(tokens)]]
-    if any(len(row) < k for row in ranked):
+    top_pairs = [sorted(row.top.items(), key=lambda pair: -pair[1])[:k] for row in rows[: len(tokens)]]
+    if any(len(row) < k for row in top_pairs):
         remedy = f"vLLM: --max-logprobs {k}; llama-server gives none for tokens that it drafted"
         raise ReplyError(f"fewer log-probabilities than top_k_logits={k} ({remedy})", retry=False)
-    logprobs = torch.tensor([[value for _, value in row] for row in ranked])
-    ids = torch.tensor([[token for token, _ in row] for row in ranked])
+    logprobs = torch.tensor([[value for _, value in row] for row in top_pairs])
+    ids = torch.tensor([[token for token, _ in row] for row in top_pairs])
     return TopK(torch.tensor(tokens), ids, logprobs, (1 - logprobs.exp().sum(-1)).clamp(min=0))

@@ -67,8 +67,8 @@ class GenerateConfig(TargetOrTokenizer, Rehearsed, RunConfig):
         )
         _ = self.sampling, self.template_arguments  # run their own checks
         self.require_one()
-        unseen = self.debug and self.tokenizer is not None
-        self.require("debug", not unseen, "false with tokenizer=, as a rehearsal asks no server")
+        debugs_tokenizer = self.debug and self.tokenizer is not None
+        self.require("debug", not debugs_tokenizer, "false with tokenizer=, as a rehearsal asks no server")
         if self.server is None:
             self.require("tokenizer", self.tokenizer is None, "null without server=URL, which runs the target")
             require_defaults(self, _OF_SERVERS, "it is read with server=URL")
@@ -79,9 +79,9 @@ class GenerateConfig(TargetOrTokenizer, Rehearsed, RunConfig):
     @property
     def template_arguments(self) -> dict[str, object]:
         """The `chat_template_kwargs` of all sources. Raises `UserError` if they differ."""
-        arguments = [part.chat_template_kwargs for _, _, part in self.data.parts()] or [self.data.chat_template_kwargs]
-        require(arguments == arguments[:1] * len(arguments), "data.mix chat_template_kwargs", arguments, "equal ones")
-        return arguments[0]
+        kwargs = [part.chat_template_kwargs for _, _, part in self.data.parts()] or [self.data.chat_template_kwargs]
+        require(kwargs == kwargs[:1] * len(kwargs), "data.mix chat_template_kwargs", kwargs, "equal ones")
+        return kwargs[0]
 
     @property
     def sampling(self) -> SamplingConfig:

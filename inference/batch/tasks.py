@@ -36,11 +36,11 @@ class TopK(NamedTuple):
     tail: Tensor  # float32 [n]: the total probability of all other tokens
 
     def at(self, indices: slice | Tensor) -> "TopK":
-        return TopK(*(part[indices] for part in self))
+        return TopK(*(column[indices] for column in self))
 
     def then(self, continuation: "TopK") -> "TopK":
         """These tokens, followed by those of `continuation`."""
-        return TopK(*(torch.cat(pair) for pair in zip(self, continuation, strict=True)))
+        return TopK(*(torch.cat(columns) for columns in zip(self, continuation, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class Answer:
         return self.tokens[:-1] if self.ended else self.tokens
 
 
-def uniforms(seed: int, identity: str, turn: int, count: int) -> Tensor:
+def uniforms(seed: int, task_id: str, turn_index: int, count: int) -> Tensor:
     """`count` uniform float64 numbers in [0, 1): fixed by the other arguments; a smaller count gives a prefix."""
-    return torch.from_numpy(Streams(seed, identity).arrays("response", turn).random(count))
+    return torch.from_numpy(Streams(seed, task_id).arrays("response", turn_index).random(count))
 
 
 @dataclass
@@ -131,18 +131,18 @@ def read_tasks(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, todo:
     Raises `UserError` if conversations and plain texts are mixed, because a shard has one layout, and for a share of
     prompts that would be held out.
     """
-    seen: set[str] = set()
-    for data in [part for _, _, part in config.data.parts()] or [config.data]:
+    seen_ids: set[str] = set()
+    for data in [source_data for _, _, source_data in config.data.parts()] or [config.data]:
         for record in read_records(data, "train", todo.counts, asking=True):
             if asks_answer(record):
                 held_out, default = config.data.heldout_fraction, DataConfig.heldout_fraction
                 expected = f"{default:g} or 0: all prompts are answered, and a training holds out a part of the answers"
                 require(held_out in (0, default), "data.heldout_fraction", held_out, expected)
             task = _to_task(record, data, config, tokenizer)
-            if task.id in seen:
+            if task.id in seen_ids:
                 todo.counts["duplicates"] += 1
                 continue
-            seen.add(task.id)
+            seen_ids.add(task.id)
             todo.counts["prompts"] += 1
             todo.counts["texts" if "text" in record or data.template == "none" else "conversations"] += 1
             if todo.counts["texts"] and todo.counts["conversations"]:
@@ -155,43 +155,43 @@ def _to_task(record: Record, data: DataConfig, config: GenerateConfig, tokenizer
     if "text" in record and record.get("asked"):
         return Task(prompt_id(text=record["text"]), record["id"], data.template, [], bare=(record["text"],))
     if "text" in record:
-        beginning = record["text"][: config.prefix_tokens * _CHARS_A_TOKEN]
-        ids = tokenizer(beginning, add_special_tokens=False, verbose=False)["input_ids"]
+        prefix_text = record["text"][: config.prefix_tokens * _CHARS_A_TOKEN]
+        ids = tokenizer(prefix_text, add_special_tokens=False, verbose=False)["input_ids"]
         ids = list(ids[: min(config.prefix_tokens, max(1, len(ids) // 2))])
-        identity = prompt_id(text=str(tokenizer.decode(ids)))
+        task_id = prompt_id(text=str(tokenizer.decode(ids)))
         problem = "" if ids else "no_question"
         if adds_bos(tokenizer):
             ids.insert(0, tokenizer.bos_token_id)
-        return Task(identity, record["id"], data.template, ids, problem=problem)
-    system, turns = system_and_questions(record["messages"])
-    turns = turns[: 1 if config.turns == "first" else None]
-    first_messages, problem = [*system, *turns[:1]], "" if turns else "no_question"
+        return Task(task_id, record["id"], data.template, ids, problem=problem)
+    system_messages, questions = system_and_questions(record["messages"])
+    questions = questions[: 1 if config.turns == "first" else None]
+    first_messages, problem = [*system_messages, *questions[:1]], "" if questions else "no_question"
     if uses_tools(record["messages"]):
         problem = "tools"  # the target does not write a tool's results
-    elif data.template == "none" and turns:  # a text to continue: the answer is its continuation, letter by letter
+    elif data.template == "none" and questions:  # a text to continue: the answer is its continuation, letter by letter
         return Task(prompt_id(first_messages), record["id"], data.template, [], bare=first_messages)
-    identity = prompt_id([*system, *turns])
-    return Task(identity, record["id"], data.template, [], first_messages, upcoming=turns[1:], problem=problem)
+    task_id = prompt_id([*system_messages, *questions])
+    return Task(task_id, record["id"], data.template, [], first_messages, upcoming=questions[1:], problem=problem)
 
 
 def render_task(task: Task, tokenizer: PreTrainedTokenizerBase, context: int) -> None:
     """Set the prompt of a task; if the target cannot use this prompt, set the task's problem instead."""
-    template, answers = "none" if task.bare else task.template, [answer.tokens for answer in task.answers]
+    template, answer_ids = "none" if task.bare else task.template, [answer.tokens for answer in task.answers]
     try:
         if turns := task.messages or task.bare:
-            task.prompt = render_prompt(turns, tokenizer, template, TEMPLATE, answers, context)
+            task.prompt = render_prompt(turns, tokenizer, template, TEMPLATE, answer_ids, context)
         else:
             require_rows(task.prompt, tokenizer, "prompt")
     except UnusableTextError as error:
         task.problem, task.detail = error.reason, str(error)
 
 
-def describe_first(config: GenerateConfig, answered: int, prompts: int, tokens: int, seconds: float) -> str:
+def describe_first(config: GenerateConfig, answered: int, prompt_count: int, tokens: int, seconds: float) -> str:
     """An estimate of the time of all prompts, from a first batch of `answered` prompts, its `tokens` and `seconds`."""
-    batch_count = prompts / answered
-    facts = f"responses first_batch={answered}/{prompts} tokens_per_s={tokens / seconds:.0f}"
-    duration = format_seconds(batch_count * seconds)
-    return f"{facts} all_tokens={batch_count * tokens:.0f} all_take='{duration}': {describe_limit(config)}"
+    batch_count = prompt_count / answered
+    facts = f"responses first_batch={answered}/{prompt_count} tokens_per_s={tokens / seconds:.0f}"
+    duration_text = format_seconds(batch_count * seconds)
+    return f"{facts} all_tokens={batch_count * tokens:.0f} all_take='{duration_text}': {describe_limit(config)}"
 
 
 def describe_texts(tasks: Sequence[Task], answered: int) -> str:
@@ -199,9 +199,9 @@ def describe_texts(tasks: Sequence[Task], answered: int) -> str:
     retokenised_count, different = sum(task.retokenised for task in tasks), [task for task in tasks if task.difference]
     lines = [f"retokenised={retokenised_count}/{answered}, as the server gives no token ids"] * bool(retokenised_count)
     if different:
-        what = "tokenising the text gives other tokens than the target wrote; training uses the target's; first"
+        note = "tokenising the text gives other tokens than the target wrote; training uses the target's; first"
         first_task = different[0]
-        lines.append(f"text_differs={len(different)}/{answered}: {what} {first_task.source}, {first_task.difference}")
+        lines.append(f"text_differs={len(different)}/{answered}: {note} {first_task.source}, {first_task.difference}")
     return "\n".join(f"responses {line}" for line in lines)
 
 

@@ -71,8 +71,8 @@ class TextCaches:
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Write key, value [1, heads, ΣQ, head_dim] to the texts' caches; returns them as they are."""
-        parts = zip(self.caches, key.split(self.rows, dim=2), value.split(self.rows, dim=2), strict=True)
-        self.entries[:] = [(key, value), *(cache.update(*states, layer_idx) for cache, *states in parts)]
+        kv_of_texts = zip(self.caches, key.split(self.rows, dim=2), value.split(self.rows, dim=2), strict=True)
+        self.entries[:] = [(key, value), *(cache.update(*states, layer_idx) for cache, *states in kv_of_texts)]
         return key, value
 
 
@@ -89,21 +89,21 @@ class JointView:
 
     @cached_property
     def rotary(self) -> Rotary:
-        by_table = zip(*(request.view.rotary.tables for request in self.requests), strict=True)  # of every text
-        tables = [tuple(torch.cat(part, dim=1) for part in zip(*pairs, strict=True)) for pairs in by_table]
+        pairs_by_table = zip(*(request.view.rotary.tables for request in self.requests), strict=True)  # of every text
+        tables = [tuple(torch.cat(tensors, dim=1) for tensors in zip(*pairs, strict=True)) for pairs in pairs_by_table]
         return Rotary(self.positions, tuple((cos, sin) for cos, sin in tables))
 
     def masks(self) -> Masks:
         masks_of_texts = [request.view.masks() for request in self.requests]
-        rows, caches, entries = self.cache.rows, self.cache.caches, self.cache.entries
-        by_window = {window: tuple(masks[window] for masks in masks_of_texts) for window in masks_of_texts[0]}
-        return {window: TextMasks(rows, masks, caches, entries) for window, masks in by_window.items()}
+        row_counts, caches, entries = self.cache.rows, self.cache.caches, self.cache.entries
+        masks_by_window = {window: tuple(masks[window] for masks in masks_of_texts) for window in masks_of_texts[0]}
+        return {window: TextMasks(row_counts, masks, caches, entries) for window, masks in masks_by_window.items()}
 
     def logit_rows(self, hidden: Tensor) -> Tensor:
         if all(request.rows == request.view.logit_count for request in self.requests):
             return hidden
-        parts = zip(hidden.split(self.cache.rows, dim=1), self.requests, strict=True)
-        return torch.cat([request.view.logit_rows(part) for part, request in parts], dim=1)
+        hidden_of_texts = zip(hidden.split(self.cache.rows, dim=1), self.requests, strict=True)
+        return torch.cat([request.view.logit_rows(text_hidden) for text_hidden, request in hidden_of_texts], dim=1)
 
 
 def run_jointly(requests: list[PassRequest]) -> list[Outcome]:
@@ -123,8 +123,8 @@ def run_jointly(requests: list[PassRequest]) -> list[Outcome]:
         outputs = first.pass_(torch.cat([request.x for request in requests], dim=min(first.x.dim() - 1, 1)), view)
     if outputs is None:  # outside the handler: its traceback holds the pass's tensors
         return run_jointly(requests[:half]) + run_jointly(requests[half:])
-    rows, logit_counts = view.cache.rows, [request.view.logit_count for request in requests]
-    parts = [output.split(rows if output.shape[1] == sum(rows) else logit_counts, dim=1) for output in outputs]
+    lengths, logit_counts = view.cache.rows, [request.view.logit_count for request in requests]
+    parts = [output.split(lengths if output.shape[1] == sum(lengths) else logit_counts, dim=1) for output in outputs]
     return list(zip(*parts, strict=True))
 
 
@@ -137,7 +137,7 @@ class BatchText:
     end: Callable[[Exception | None], None]  # called at the end, with the error that ended it, if any
     positions: int = 0  # its tokens so far, the prompt included
     run: greenlet | None = None
-    waits: PassRequest | None = None  # the pass that it waits for
+    pending: PassRequest | None = None  # the pass that it waits for
     reader: Thread = field(default_factory=current_thread)
 
 
@@ -148,13 +148,13 @@ class CacheBudget:
     position_bytes: int  # of one position in all caches of a text, the drafter's included
     most: int  # bytes of all texts
 
-    def bytes_of(self, positions: int) -> int:
+    def bytes_of(self, position_count: int) -> int:
         """Bytes that the caches of a text of so many positions take; half as much again while they grow."""
-        return slots_of(positions + ROUND) * self.position_bytes
+        return slots_of(position_count + ROUND) * self.position_bytes
 
-    def count_fitting(self, texts: Iterable[int]) -> int:
+    def count_fitting(self, text_lengths: Iterable[int]) -> int:
         """How many of the texts, of so many positions in this order, fit together; at least the first, at any size."""
-        return max(1, sum(total <= self.most for total in accumulate(map(self.bytes_of, texts))))
+        return max(1, sum(total_bytes <= self.most for total_bytes in accumulate(map(self.bytes_of, text_lengths))))
 
 
 class Batch(Runtime):
@@ -182,8 +182,8 @@ class Batch(Runtime):
 
     def sharing(self, target: Target) -> tuple[int, int]:
         """The number of texts whose passes over `target` run as one now, and the number of their round."""
-        together = self.runtime.name == Runtime.name and target.layered is not None
-        return max(1, len(self.texts)) if together else 1, self.rounds
+        runs_jointly = self.runtime.name == Runtime.name and target.layered is not None
+        return max(1, len(self.texts)) if runs_jointly else 1, self.rounds
 
     def add(self, text: BatchText) -> None:
         """Decode `text` too, from the next step on."""
@@ -204,7 +204,7 @@ class Batch(Runtime):
     def _forget(self, text: BatchText) -> None:
         """Remove a text that has ended; it keeps no session alive."""
         self.texts.remove(text)
-        text.rounds, text.run, text.waits = iter(()), None, None
+        text.rounds, text.run, text.pending = iter(()), None, None
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -212,19 +212,19 @@ class Batch(Runtime):
 
         Passes of the target, which end rounds, run once no text waits for a draft.
         """
-        fitting = self.budget.count_fitting(text.positions for text in self.texts) if self.budget else None
-        for text in [text for text in self.texts[:fitting] if text.waits is None]:
+        fitting_count = self.budget.count_fitting(text.positions for text in self.texts) if self.budget else None
+        for text in [text for text in self.texts[:fitting_count] if text.pending is None]:
             text.run = text.run or greenlet(partial(_decode, text))
             self._resume(text)
-        drafting = [text for text in self.texts if text.waits is not None and not text.waits.ends_round]
-        self.rounds += not drafting
+        drafting_texts = [text for text in self.texts if text.pending is not None and not text.pending.ends_round]
+        self.rounds += not drafting_texts
         texts_by_pass: dict[Hashable, list[BatchText]] = {}
-        for text in drafting or self.texts:
-            if text.waits is not None:
-                texts_by_pass.setdefault(text.waits.kind, []).append(text)
+        for text in drafting_texts or self.texts:
+            if text.pending is not None:
+                texts_by_pass.setdefault(text.pending.kind, []).append(text)
         for texts_of_pass in texts_by_pass.values():
             try:
-                outcomes = run_jointly([text.waits for text in texts_of_pass if text.waits is not None])
+                outcomes = run_jointly([text.pending for text in texts_of_pass if text.pending is not None])
             except Exception as error:
                 outcomes = [error for _ in texts_of_pass]
             for text, outcome in zip(texts_of_pass, outcomes, strict=True):
@@ -236,7 +236,7 @@ class Batch(Runtime):
         error: Exception | None = None
         resume = text.run.throw if outcome and isinstance(outcome[0], Exception) else text.run.switch
         try:
-            text.waits = resume(*outcome)  # until its greenlet switches here, with the next request or None
+            text.pending = resume(*outcome)  # until its greenlet switches here, with the next request or None
         except Exception as ended_by:
             error = ended_by
         if text.run.dead:
@@ -245,9 +245,9 @@ class Batch(Runtime):
 
 
 def _decode(text: BatchText) -> None:
-    for decoded in text.rounds:
-        text.positions += len(decoded.tokens)
-        text.take(decoded)
+    for decoded_round in text.rounds:
+        text.positions += len(decoded_round.tokens)
+        text.take(decoded_round)
         getcurrent().parent.switch(None)  # between two rounds texts may join or leave
 
 
@@ -274,11 +274,11 @@ def _wait(yielding: bool, kind: tuple[int, int, str], pass_: Pass, x: Tensor, vi
 
     The pass over a prompt runs here too, by itself. yielding: see `Batch`.
     """
-    caller = getcurrent().parent
-    if caller is not None and view.layout.base:
-        outputs: tuple[Tensor, ...] = caller.switch(PassRequest(kind, pass_, x, view))
+    batch_greenlet = getcurrent().parent
+    if batch_greenlet is not None and view.layout.base:
+        outputs: tuple[Tensor, ...] = batch_greenlet.switch(PassRequest(kind, pass_, x, view))
         return outputs
-    if caller is not None and yielding and view.layout.stop > PIECE:
+    if batch_greenlet is not None and yielding and view.layout.stop > PIECE:
         view.cache = cast("KVCache", _BetweenLayers(view.cache))
     return pass_(x, view)
 
@@ -314,13 +314,13 @@ class Worker:
         The text starts when the first round is requested, and is decoded whether or not anybody reads. Closing this
         iterator drops the text. prompt: the number of its tokens.
         """
-        results: SimpleQueue[Round | Exception | None] = SimpleQueue()
-        text = BatchText(rounds, results.put, results.put, prompt)
+        result_queue: SimpleQueue[Round | Exception | None] = SimpleQueue()
+        text = BatchText(rounds, result_queue.put, result_queue.put, prompt)
         del rounds  # only the text holds them, so that the batch's thread closes them
         give_up = partial(self._give_up, text)  # created now, as the interpreter may be ending later
         self._put(partial(self._waiting.append, text))
         try:
-            while (result := results.get()) is not None:
+            while (result := result_queue.get()) is not None:
                 if isinstance(result, Exception):
                     raise result
                 yield result

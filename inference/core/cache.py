@@ -32,13 +32,13 @@ class KVCache:
         """Write key, value [1, heads, q, head_dim] after `length`; returns views of all length + q positions."""
         keys, values = self.views(key, value, layer_idx)
         if self.fixed is not None:
-            slots, seen = self.fixed
+            slots, visible_count = self.fixed
             keys.index_copy_(2, slots, key)
             values.index_copy_(2, slots, value)
-            return keys[:, :, :seen], values[:, :, :seen]
-        stop = self.length + key.shape[2]
-        keys[:, :, self.length : stop], values[:, :, self.length : stop] = key, value
-        return keys[:, :, :stop], values[:, :, :stop]
+            return keys[:, :, :visible_count], values[:, :, :visible_count]
+        new_length = self.length + key.shape[2]
+        keys[:, :, self.length : new_length], values[:, :, self.length : new_length] = key, value
+        return keys[:, :, :new_length], values[:, :, :new_length]
 
     def views(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Keys and values [1, heads, slots, head_dim] of a layer, with slots for those of this pass.
@@ -55,23 +55,23 @@ class KVCache:
         like: a tensor with the dtype and device of keys and values.
         """
         if len(self._views) < len(self.layers) or self.length + rows > self.slots:
-            shape = like.new_empty(()).expand(1, heads, rows, head_dim)
+            dummy_states = like.new_empty(()).expand(1, heads, rows, head_dim)
             for layer in self.layers:
-                self.views(shape, shape, layer)
+                self.views(dummy_states, dummy_states, layer)
         fits = self._buffer is not None and self._buffer.shape[2::2] == (heads, head_dim) and not self._separate
         return self._buffer if fits else None
 
-    def _grow(self, positions: int) -> None:
+    def _grow(self, position_count: int) -> None:
         """Move every layer to buffers with slots for so many positions."""
-        if positions > self.capacity:  # compiled kernels would write beyond the buffer
-            raise ValueError(f"{positions} positions in a cache of {self.capacity}")
-        grown = copy.copy(self)
-        grown.slots = min(slots_of(positions), self.capacity)
-        grown._buffer, grown._views, grown._separate = None, {}, []
+        if position_count > self.capacity:  # compiled kernels would write beyond the buffer
+            raise ValueError(f"{position_count} positions in a cache of {self.capacity}")
+        grown_cache = copy.copy(self)
+        grown_cache.slots = min(slots_of(position_count), self.capacity)
+        grown_cache._buffer, grown_cache._views, grown_cache._separate = None, {}, []
         for layer, states in self._views.items():
-            for buffer, state in zip(grown._allocate(*states, layer), states, strict=True):
+            for buffer, state in zip(grown_cache._allocate(*states, layer), states, strict=True):
                 buffer[:, :, : state.shape[2]] = state
-        vars(self).update(vars(grown))  # only now: if memory runs out, the pass may be repeated with fewer texts
+        vars(self).update(vars(grown_cache))  # only now: if memory runs out, the pass may be repeated with fewer texts
 
     def _allocate(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Allocate a layer: in the common buffer if its keys and values have the first layer's shape.
@@ -82,8 +82,8 @@ class KVCache:
         if self._buffer is None:
             self._buffer = key.new_zeros((len(self.layers), 2, *key_shape[1:]))
         if key_shape == value_shape and key_shape[1:] == self._buffer.shape[2:]:
-            states = self._buffer[layer_idx - self.layers.start]
-            self._views[layer_idx] = (states[0, None], states[1, None])
+            layer_buffer = self._buffer[layer_idx - self.layers.start]
+            self._views[layer_idx] = (layer_buffer[0, None], layer_buffer[1, None])
         else:
             self._views[layer_idx] = (key.new_zeros(key_shape), value.new_zeros(value_shape))
             self._separate += self._views[layer_idx]
@@ -94,9 +94,9 @@ class KVCache:
         return [] if self._buffer is None else [self._buffer, *self._separate]
 
     @contextmanager
-    def at(self, slots: Tensor, seen: int) -> Iterator[None]:
-        """Inside the context, `update` writes to `slots` [q] and returns views of the first `seen` positions."""
-        self.fixed = slots, seen
+    def at(self, slots: Tensor, key_count: int) -> Iterator[None]:
+        """Inside the context, `update` writes to `slots` [q] and returns views of the first `key_count` positions."""
+        self.fixed = slots, key_count
         try:
             yield
         finally:
@@ -113,11 +113,11 @@ class KVCache:
             moved_slots = torch.tensor(rows[unmoved:], device=self._buffer.device) + base
             for buffer in self._all():
                 buffer[..., base + unmoved : base + len(rows), :] = buffer.index_select(-2, moved_slots)
-        stop = base + len(rows)
-        if self.clean and stop < self.length:
+        new_length = base + len(rows)
+        if self.clean and new_length < self.length:
             for buffer in self._all():
-                buffer[..., stop : self.length, :].zero_()
-        self.length = stop
+                buffer[..., new_length : self.length, :].zero_()
+        self.length = new_length
 
     def clear(self) -> None:
         """Empty the cache and zero its buffers."""
@@ -125,7 +125,7 @@ class KVCache:
         for buffer in self._all():
             buffer.zero_()
 
-    def content(self, positions: int | None = None) -> list[tuple[Tensor, Tensor]]:
-        """Views (keys, values) of the first `positions` of every layer; None: of all valid positions."""
-        stop = self.length if positions is None else positions
-        return [(keys[:, :, :stop], values[:, :, :stop]) for _, (keys, values) in sorted(self._views.items())]
+    def content(self, position_count: int | None = None) -> list[tuple[Tensor, Tensor]]:
+        """Views (keys, values) of the first `position_count` of every layer; None: of all valid positions."""
+        length = self.length if position_count is None else position_count
+        return [(keys[:, :, :length], values[:, :, :length]) for _, (keys, values) in sorted(self._views.items())]

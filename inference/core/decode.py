@@ -44,28 +44,28 @@ def autoregressive(
     """
     selector = selector or TokenSelector()
     with closing(_new_session(runtime, target, 0, prompt, max_new_tokens, spare=0)) as session:
-        started = clock()
+        start_time = clock()
         logits = session.prefill(prompt)
         session.commit(range(len(prompt)))
         selector.begin(session, prompt)
-        last_token = selector.next_token(logits)
-        token = _require_token(int(last_token), session, session.base - 1)
-        yield Round((token,), drafted=0, accepted=0, depth=0, seconds=clock() - started)
+        token_tensor = selector.next_token(logits)
+        token = _require_token(int(token_tensor), session, session.base - 1)
+        yield Round((token,), drafted=0, accepted=0, depth=0, seconds=clock() - start_time)
         for _ in range(max_new_tokens - 1):
             if token in eos:
                 return
-            started = clock()
+            start_time = clock()
             if selector.takes_argmax and session.step is not None:
-                last_token = session.step(last_token)
-                passed = clock()
+                token_tensor = session.step(token_tensor)
+                pass_end = clock()
             else:
-                session.feed(last_token, (ROOT,))
+                session.feed(token_tensor, (ROOT,))
                 logits = session.finish()
-                passed = clock()
+                pass_end = clock()
                 session.commit((0,))
-                last_token = selector.next_token(logits)
-            token = _require_token(int(last_token), session, session.base - 1)
-            seconds, verify_seconds = clock() - started, passed - started
+                token_tensor = selector.next_token(logits)
+            token = _require_token(int(token_tensor), session, session.base - 1)
+            seconds, verify_seconds = clock() - start_time, pass_end - start_time
             yield Round((token,), drafted=0, accepted=0, depth=0, seconds=seconds, verify_seconds=verify_seconds)
 
 
@@ -110,20 +110,20 @@ def decode_rounds(
     root = selector.next_token(logits)
     token = _require_token(int(root), session, session.base - 1)
     yield Round((token,), drafted=0, accepted=0, depth=0, seconds=watch.seconds)
-    budget = max_new_tokens - 1
-    while budget > 0 and token not in eos:
+    tokens_left = max_new_tokens - 1
+    while tokens_left > 0 and token not in eos:
         watch.restart("structure")
-        tree = drafter.draft(root, budget - 1)
+        tree = drafter.draft(root, tokens_left - 1)
         watch.begin("verify")
         logits = session.run_tree(root, tree)
-        drafted_tokens, nodes, root, bonus = _verify(session, selector, root, tree, logits)
+        drafted_tokens, nodes, root, bonus_token = _verify(session, selector, root, tree, logits)
         watch.begin("structure")
-        accepted = [drafted_tokens[node] for node in nodes]
-        drafter.commit(tree, nodes, [token, *accepted])
+        accepted_tokens = [drafted_tokens[node] for node in nodes]
+        drafter.commit(tree, nodes, [token, *accepted_tokens])
         watch.begin("other")
         session.commit(session.path(nodes))
-        tokens = cut([*accepted, bonus], eos, budget)
-        budget -= len(tokens)
+        tokens = cut([*accepted_tokens, bonus_token], eos, tokens_left)
+        tokens_left -= len(tokens)
         token = tokens[-1]
         yield Round(
             tokens, drafted=len(tree), accepted=min(len(nodes), len(tokens)), depth=tree.depth, seconds=watch.seconds,
@@ -138,8 +138,8 @@ def _verify(session: Session, selector: TokenSelector, root: Tensor, tree: Draft
     if not verified.nodes and len(tree) and not _is_token(verified.bonus, session):
         # A drafted token can make the target produce NaN, which attention spreads to every row (0 · NaN = NaN).
         # Verify the root alone.
-        alone = session.finish([0])
-        verified = selector.verify(DraftTree(root[:0], (), ()), alone)
+        root_logits = session.finish([0])
+        verified = selector.verify(DraftTree(root[:0], (), ()), root_logits)
     _require_token(verified.bonus, session, session.base + len(verified.nodes))
     return verified
 
@@ -166,11 +166,11 @@ def _new_session(
         raise UserError("empty prompt: the target needs at least one token to continue from")
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens={max_new_tokens}: expected at least 1")
-    limit = context_limit(target.config)
-    if len(prompt) + max_new_tokens > limit:
+    context_size = context_limit(target.config)
+    if len(prompt) + max_new_tokens > context_size:
         raise UserError(
             f"prompt of {len(prompt)} tokens + max_new_tokens={max_new_tokens} exceeds the target's context "
-            f"of {limit}; shorten one of them"
+            f"of {context_size}; shorten one of them"
         )
     # A tree needs more cache slots than positions, so near the end of the context its slots exceed it.
     context = len(prompt) + max_new_tokens

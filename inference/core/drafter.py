@@ -30,10 +30,10 @@ class Sizes(Protocol):
     def search_size(self) -> int:
         """The number of nodes to search for in this round; 0: none, as none would be submitted."""
 
-    def count(self, parents: np.ndarray, probs: np.ndarray) -> int:
+    def count(self, parents: np.ndarray, path_probs: np.ndarray) -> int:
         """The number of nodes to submit: the first ones of the draft."""
 
-    def observe(self, parents: np.ndarray, probs: np.ndarray, accepted: Sequence[int]) -> None:
+    def observe(self, parents: np.ndarray, path_probs: np.ndarray, accepted_nodes: Sequence[int]) -> None:
         """Learn from a submitted draft and its accepted nodes."""
 
 
@@ -44,9 +44,9 @@ class Stopwatch:
         self._clock = clock
         self.restart("other")
 
-    def restart(self, part: str) -> None:
+    def restart(self, part_name: str) -> None:
         self._started = self._since = self._clock()
-        self._part = part
+        self._part = part_name
         self.parts = {"draft": 0.0, "structure": 0.0, "verify": 0.0}
 
     @property
@@ -55,10 +55,10 @@ class Stopwatch:
 
     def begin(self, part: str) -> str:
         """Begin `part`, which ends the running part; returns the name of the ended part."""
-        time, ended_part = self._clock(), self._part
+        current_time, ended_part = self._clock(), self._part
         if ended_part in self.parts:
-            self.parts[ended_part] += time - self._since
-        self._since, self._part = time, part
+            self.parts[ended_part] += current_time - self._since
+        self._since, self._part = current_time, part
         return ended_part
 
 

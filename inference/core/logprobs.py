@@ -62,5 +62,5 @@ class ScoringSelector(TokenSelector):
             return
         logprobs = logits.float().log_softmax(-1)
         top, ids = logprobs.topk(self._top, -1)
-        for score, row, top_ids in zip(logprobs[range(len(tokens)), tokens], top.tolist(), ids.tolist(), strict=True):
-            self._queue.append(TokenScores(float(score), dict(zip(top_ids, row, strict=True))))
+        for logprob, row, top_ids in zip(logprobs[range(len(tokens)), tokens], top.tolist(), ids.tolist(), strict=True):
+            self._queue.append(TokenScores(float(logprob), dict(zip(top_ids, row, strict=True))))

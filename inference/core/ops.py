@@ -30,9 +30,9 @@ def likeliest(logits: Tensor) -> Tensor:
     """The argmax token [n] of each row of logits [n, V]; −1 if the maximum is NaN or infinite."""
     tokens: Tensor | None = _faster("likeliest", logits.device, logits)
     if tokens is None:
-        values, tokens = logits.max(-1)
-        difference = values - values  # NaN where they are not finite
-        return tokens.masked_fill_(difference != difference, -1)
+        maxima, tokens = logits.max(-1)
+        zero_or_nan = maxima - maxima  # NaN where they are not finite
+        return tokens.masked_fill_(zero_or_nan != zero_or_nan, -1)
     return tokens
 
 
@@ -50,11 +50,11 @@ def likeliest_children(
 
 
 def ancestor_mask(
-    ancestors: Sequence[int], past: int, columns: int, dtype: torch.dtype, device: torch.device
+    ancestor_bits: Sequence[int], past: int, column_count: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
     """The additive ancestor mask [1, 1, n, past + columns]: row i sees the first `past` columns and those later ones
     whose bit is set in ancestors[i]. None if no engine builds it in one step."""
-    mask: Tensor | None = _faster("ancestor_mask", device, ancestors, past, columns, dtype)
+    mask: Tensor | None = _faster("ancestor_mask", device, ancestor_bits, past, column_count, dtype)
     return mask
 
 

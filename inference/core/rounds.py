@@ -48,8 +48,8 @@ class Generation:
 
 def collect(rounds: Iterator[Round], clock: Clock = time.perf_counter) -> Generation:
     """Run a decoding generator to its end, timing prefill and decoding separately."""
-    started = clock()
-    prefill_round, prefilled = next(rounds), clock()
-    later_rounds, ended = tuple(rounds), clock()
+    start_time = clock()
+    prefill_round, prefill_end = next(rounds), clock()
+    later_rounds, decode_end = tuple(rounds), clock()
     tokens = tuple(token for r in (prefill_round, *later_rounds) for token in r.tokens)
-    return Generation(tokens, prefilled - started, ended - prefilled, later_rounds)
+    return Generation(tokens, prefill_end - start_time, decode_end - prefill_end, later_rounds)

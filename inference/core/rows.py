@@ -30,8 +30,8 @@ class RowLayout:
     @property
     def span(self) -> slice | None:
         """The positions as a slice if they are consecutive, else None."""
-        consecutive = self.is_chain or self.stop <= 1
-        return slice(self.base + self.start, self.base + self.stop) if consecutive else None
+        is_consecutive = self.is_chain or self.stop <= 1
+        return slice(self.base + self.start, self.base + self.stop) if is_consecutive else None
 
     def positions(self, device: torch.device) -> Tensor:
         """Positions [1, stop − start]."""
@@ -47,9 +47,9 @@ class RowLayout:
         """
         first_position, key_count = self.base + self.start, self.base + self.stop
         unmasked = self.is_chain and (key_count - first_position == 1 or first_position == 0)
-        effective = {window: window if window is not None and window < key_count else None for window in windows}
-        masks = {w: None if unmasked and w is None else self._mask(w, device, dtype) for w in {*effective.values()}}
-        return {window: masks[w] for window, w in effective.items()}
+        window_used = {window: window if window is not None and window < key_count else None for window in windows}
+        masks = {w: None if unmasked and w is None else self._mask(w, device, dtype) for w in {*window_used.values()}}
+        return {window: masks[w] for window, w in window_used.items()}
 
     def _mask(self, window: int | None, device: torch.device, dtype: torch.dtype) -> Tensor | Band:
         first_position, key_count = self.base + self.start, self.base + self.stop
@@ -61,16 +61,16 @@ class RowLayout:
                 return mask
         lowest = torch.finfo(dtype).min
         mask = torch.zeros(key_count - first_position, key_count, dtype=dtype, device=device)
-        columns = torch.arange(key_count, device=device)
+        positions = torch.arange(key_count, device=device)
         if self.is_chain:
-            mask.masked_fill_(columns > columns[first_position:, None], lowest)
+            mask.masked_fill_(positions > positions[first_position:, None], lowest)
         else:
             visible = torch.from_numpy(unpack(self.ancestors[self.start : self.stop], self.stop))
             mask[:, self.base :].masked_fill_(~visible.to(device), lowest)
         if window is not None:
             if not self.is_chain:
-                columns = torch.cat([columns[: self.base], self.base + torch.tensor(self.depths, device=device)])
-            mask.masked_fill_(columns <= columns[first_position:, None] - window, lowest)
+                positions = torch.cat([positions[: self.base], self.base + torch.tensor(self.depths, device=device)])
+            mask.masked_fill_(positions <= positions[first_position:, None] - window, lowest)
         return mask[None, None]
 
 
@@ -95,19 +95,19 @@ class RoundRows:
             self.ancestors.append((0 if parent < 0 else self.ancestors[parent]) | 1 << len(self.ancestors))
             self.parents.append(parent)
 
-    def select(self, chosen: Sequence[int]) -> "RoundRows":
-        """The rows `chosen` (ascending, with all their ancestors), renumbered as a separate round."""
-        index_of = {row: index for index, row in enumerate(chosen)}
-        return RoundRows([index_of.get(self.parents[row], -1) for row in chosen])
+    def select(self, chosen_rows: Sequence[int]) -> "RoundRows":
+        """The rows `chosen_rows` (ascending, with all their ancestors), renumbered as a separate round."""
+        index_by_row = {row: index for index, row in enumerate(chosen_rows)}
+        return RoundRows([index_by_row.get(self.parents[row], -1) for row in chosen_rows])
 
     def layout(self, base: int, start: int, stop: int) -> RowLayout:
         """Rows start..stop−1 after `base` committed positions."""
         return RowLayout(base, start, stop, self.depths[:stop], self.ancestors[:stop], self.is_chain)
 
 
-def unpack(ancestors: Sequence[int], columns: int) -> np.ndarray:
-    """bool [rows, columns]: bit j of ancestors[i]. Bits from `columns` on must be 0."""
-    width = -(-columns // 8)
-    packed = np.frombuffer(b"".join(bits.to_bytes(width, "little") for bits in ancestors), dtype=np.uint8)
-    bits = np.unpackbits(packed.reshape(len(ancestors), width), axis=1, count=columns, bitorder="little")
+def unpack(ancestor_bits: Sequence[int], column_count: int) -> np.ndarray:
+    """bool [rows, columns]: bit j of ancestors[i]. Bits from `column_count` on must be 0."""
+    row_bytes = -(-column_count // 8)
+    packed = np.frombuffer(b"".join(bits.to_bytes(row_bytes, "little") for bits in ancestor_bits), dtype=np.uint8)
+    bits = np.unpackbits(packed.reshape(len(ancestor_bits), row_bytes), axis=1, count=column_count, bitorder="little")
     return bits.view(np.bool_)

@@ -43,14 +43,14 @@ class Sampler:
         self._steps = list(defaults)
         if config.repetition_penalty not in (None, 1):
             self._steps.append(transformers.RepetitionPenaltyLogitsProcessor(float(config.repetition_penalty)))
-        warpers = (
+        optional_warpers = (
             (config.temperature != 1, partial(transformers.TemperatureLogitsWarper, float(config.temperature))),
             (config.top_k > 0, partial(transformers.TopKLogitsWarper, config.top_k)),
             (config.top_p < 1, partial(transformers.TopPLogitsWarper, config.top_p)),
             (config.min_p > 0, partial(transformers.MinPLogitsWarper, config.min_p)),
         )
-        self._steps += [make() for acts, make in warpers if acts and not self.greedy]
-        self.reads_context = any(type(step) not in _IGNORE_CONTEXT for step in self._steps)
+        self._steps += [make_warper() for is_active, make_warper in optional_warpers if is_active and not self.greedy]
+        self.reads_context = any(type(processor) not in _IGNORE_CONTEXT for processor in self._steps)
         self.reads_ids = self.reads_context or transformers.SuppressTokensLogitsProcessor in map(type, self._steps)
 
     def scores(self, logits: Tensor, contexts: Sequence[Tensor] | None = None) -> Tensor:
@@ -60,14 +60,14 @@ class Sampler:
         needed only if `reads_context`.
         """
         scores = logits.float()
-        for step in self._steps:
-            if type(step) in _IGNORE_CONTEXT:
-                scores = step(None, scores)
+        for processor in self._steps:
+            if type(processor) in _IGNORE_CONTEXT:
+                scores = processor(None, scores)
             else:
                 if contexts is None or len(contexts) != len(logits):
                     shortage = "no contexts" if contexts is None else f"{len(contexts)} contexts"
-                    raise ValueError(f"{type(step).__name__} reads the context: {len(logits)} rows but {shortage}")
-                scores = self._by_context(step, scores, contexts)
+                    raise ValueError(f"{type(processor).__name__} reads the context: {len(logits)} rows but {shortage}")
+                scores = self._by_context(processor, scores, contexts)
         return scores
 
     def probabilities(self, logits: Tensor, contexts: Sequence[Tensor] | None = None) -> Tensor:
@@ -83,10 +83,10 @@ class Sampler:
     def _by_context(self, step: transformers.LogitsProcessor, scores: Tensor, contexts: Sequence[Tensor]) -> Tensor:
         """Apply a processor to all rows of one depth at once; it may write to its input, so it gets copies."""
         # In older versions of transformers this one sees the first row only.
-        together = type(step) is not transformers.EncoderRepetitionPenaltyLogitsProcessor
+        can_group = type(step) is not transformers.EncoderRepetitionPenaltyLogitsProcessor
         rows_by_length: dict[int, list[int]] = {}
         for row, context in enumerate(contexts):
-            rows_by_length.setdefault(len(context) if together else row, []).append(row)
+            rows_by_length.setdefault(len(context) if can_group else row, []).append(row)
         processed = torch.empty_like(scores)
         for rows in rows_by_length.values():
             processed[rows] = step(torch.stack([contexts[row] for row in rows]), scores[rows])
@@ -99,29 +99,29 @@ def top_tokens(logits: Tensor, count: int) -> Tensor:
     float32 [..., 2k] with k = min(count, V): one tensor to transfer. float32 represents ids below 2^24 exactly.
     """
     scores = logits.float()
-    values, tokens = top_k_chunked(scores, min(count, logits.shape[-1]))
-    return torch.cat([tokens.float(), (values - scores.logsumexp(-1, keepdim=True)).exp()], dim=-1)
+    top_scores, tokens = top_k_chunked(scores, min(count, logits.shape[-1]))
+    return torch.cat([tokens.float(), (top_scores - scores.logsumexp(-1, keepdim=True)).exp()], dim=-1)
 
 
-def top_k_chunked(scores: Tensor, count: int, chunk: int = 64) -> tuple[Tensor, Tensor]:
+def top_k_chunked(scores: Tensor, count: int, chunk_size: int = 64) -> tuple[Tensor, Tensor]:
     """`scores.topk(count)` of [..., V] in one pass over V: the results are in the `count` chunks of largest maxima.
 
     Example with chunks of 2: of the scores (5, 1, 7, 6, 2, 3) the best two are in the chunks (5, 1) and (7, 6).
     """
     size = scores.shape[-1]
-    boundary = size - size % chunk
-    if count * chunk * 4 > size:
-        values, tokens = scores.topk(count)
-        return values, tokens
-    chunks = scores[..., :boundary].unflatten(-1, (-1, chunk))
-    best = chunks.amax(-1).topk(count).indices
-    candidates = chunks.gather(-2, best[..., None].expand(*best.shape, chunk)).flatten(-2)
-    indices = (best[..., None] * chunk + torch.arange(chunk, device=scores.device)).flatten(-2)
+    boundary = size - size % chunk_size
+    if count * chunk_size * 4 > size:
+        top_scores, tokens = scores.topk(count)
+        return top_scores, tokens
+    chunks = scores[..., :boundary].unflatten(-1, (-1, chunk_size))
+    best_chunks = chunks.amax(-1).topk(count).indices
+    candidates = chunks.gather(-2, best_chunks[..., None].expand(*best_chunks.shape, chunk_size)).flatten(-2)
+    indices = (best_chunks[..., None] * chunk_size + torch.arange(chunk_size, device=scores.device)).flatten(-2)
     if boundary < size:
-        tail = torch.arange(boundary, size, device=scores.device).expand(*scores.shape[:-1], size - boundary)
-        candidates, indices = torch.cat([candidates, scores[..., boundary:]], -1), torch.cat([indices, tail], -1)
-    values, at = candidates.topk(count)
-    return values, indices.gather(-1, at)
+        tail_ids = torch.arange(boundary, size, device=scores.device).expand(*scores.shape[:-1], size - boundary)
+        candidates, indices = torch.cat([candidates, scores[..., boundary:]], -1), torch.cat([indices, tail_ids], -1)
+    top_scores, best_indices = candidates.topk(count)
+    return top_scores, indices.gather(-1, best_indices)
 
 
 def branches(text: Tensor, tokens: Tensor, parents: Sequence[int]) -> list[Tensor]:
@@ -145,14 +145,14 @@ def invert(weights: Tensor, uniforms: Tensor | float) -> Tensor:
     The sums are in float64. The error of a token's share is at most about V · 2⁻⁵³ of the total. There is no transfer
     from a GPU.
     """
-    sums = _running_sums(weights)
-    tokens = torch.searchsorted(sums, sums[:, -1:] * uniforms, right=True).clamp_(max=weights.shape[-1] - 1)
-    hit = weights.gather(-1, tokens) > 0
-    if weights.device.type == "cpu" and bool(hit.all()):
+    cdf = _running_sums(weights)
+    tokens = torch.searchsorted(cdf, cdf[:, -1:] * uniforms, right=True).clamp_(max=weights.shape[-1] - 1)
+    has_weight = weights.gather(-1, tokens) > 0
+    if weights.device.type == "cpu" and bool(has_weight.all()):
         return tokens
     # Parallel sums, as on CUDA, may rise by a rounding error where the weight is 0, or fall.
     heaviest = weights.argmax(-1, keepdim=True)
-    return torch.where(hit, tokens, torch.where(weights.gather(-1, heaviest) > 0, heaviest, -1))
+    return torch.where(has_weight, tokens, torch.where(weights.gather(-1, heaviest) > 0, heaviest, -1))
 
 
 def _running_sums(weights: Tensor) -> Tensor:

@@ -161,17 +161,17 @@ class Session(Protocol):
             self.tree_rows = list(range(1, self.rows))
             return self.finish()
         self.tree_rows = rows = list(tree.rows)
-        missing = [node for node, row in enumerate(rows) if row < 0]
-        for row, node in enumerate(missing, start=self.rows):
+        unfed_nodes = [node for node, row in enumerate(rows) if row < 0]
+        for row, node in enumerate(unfed_nodes, start=self.rows):
             rows[node] = row
-        parents = [0 if tree.parents[node] == ROOT else rows[tree.parents[node]] for node in missing]
-        if missing:
-            self.feed(tree.tokens[missing], parents)
-        order = sorted([0, *rows])
-        logits = self.finish(None if len(order) == self.rows else order)
-        if order != [0, *rows]:
-            index_of = {row: index for index, row in enumerate(order)}
-            logits = logits[[0, *(index_of[row] for row in rows)]]
+        parents = [0 if tree.parents[node] == ROOT else rows[tree.parents[node]] for node in unfed_nodes]
+        if unfed_nodes:
+            self.feed(tree.tokens[unfed_nodes], parents)
+        sorted_rows = sorted([0, *rows])
+        logits = self.finish(None if len(sorted_rows) == self.rows else sorted_rows)
+        if sorted_rows != [0, *rows]:
+            index_by_row = {row: index for index, row in enumerate(sorted_rows)}
+            logits = logits[[0, *(index_by_row[row] for row in rows)]]
         return logits
 
     def path(self, nodes: Sequence[int]) -> list[int]:
@@ -194,5 +194,5 @@ class Session(Protocol):
 
     def indices_of(self, rows: Sequence[int]) -> list[int]:
         """The indices of `rows` among the rows of the last `finish`."""
-        index_of = {row: index for index, row in enumerate(self.finished)}
-        return [index_of[row] for row in rows]
+        index_by_row = {row: index for index, row in enumerate(self.finished)}
+        return [index_by_row[row] for row in rows]

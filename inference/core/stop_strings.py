@@ -53,8 +53,8 @@ class StopStrings:
                 f"stop_strings={list(stops)}: transformers cannot look for them with this tokenizer ({error}); "
                 "give texts that its tokens can spell"
             ) from None
-        special = (index for index, token in tokenizer.added_tokens_decoder.items() if token.special)
-        self._hidden = {*ends, *special, *tokenizer.all_special_ids}
+        special_ids = (token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special)
+        self._hidden = {*ends, *special_ids, *tokenizer.all_special_ids}
         self._span = max(map(len, stops if mode is None else self._stops))  # as transformers: in characters or bytes
 
     def first_end(self, text: Sequence[int], new_count: int) -> int | None:
@@ -63,11 +63,11 @@ class StopStrings:
         text: the prompt's tokens and all new ones. Most often one search through the last bytes finds no stop string.
         """
         old_count = len(text) - new_count
-        joined = b"".join(self._pieces(text[max(0, old_count - self._span) :]))
-        counts = range(1, new_count + 1) if any(stop in joined for stop in self._stops) else ()
-        return next((count for count in counts if self._begin(text[: old_count + count]) is not None), None)
+        tail_bytes = b"".join(self._pieces(text[max(0, old_count - self._span) :]))
+        end_counts = range(1, new_count + 1) if any(stop in tail_bytes for stop in self._stops) else ()
+        return next((count for count in end_counts if self._begin(text[: old_count + count]) is not None), None)
 
-    def shown_end(self, text: Sequence[int], new: int) -> str:
+    def shown_end(self, text: Sequence[int], new_count: int) -> str:
         """The end of the shown text that is, or may begin, a stop string; with what the last token has after it.
 
         text: as for `first_end`. new: the number of all new tokens; only they are shown, without special tokens.
@@ -77,27 +77,27 @@ class StopStrings:
             "a" " E" "ND!"    "END!", a stop string and what follows it in the last token
             "a" " E" "gg"     ""
         """
-        window, tail = text[-self._span :], list[bytes]()
-        pieces, begin = self._pieces(window), self._begin(text)
-        begin = self._open(b"".join(pieces)) if begin is None else begin
-        for age, token, piece in zip(range(len(window), 0, -1), window, pieces, strict=True):  # age: 1 for the last
-            if age <= new and token not in self._hidden:
-                tail.append(piece[max(0, begin) :])
-            begin -= len(piece)  # counted from the next piece
-        return b"".join(tail).decode("utf-8", "replace")
+        last_ids, shown_pieces = text[-self._span :], list[bytes]()
+        pieces, stop_begin = self._pieces(last_ids), self._begin(text)
+        stop_begin = self._open(b"".join(pieces)) if stop_begin is None else stop_begin
+        for age, token, piece in zip(range(len(last_ids), 0, -1), last_ids, pieces, strict=True):  # age: 1 for the last
+            if age <= new_count and token not in self._hidden:
+                shown_pieces.append(piece[max(0, stop_begin) :])
+            stop_begin -= len(piece)  # counted from the next piece
+        return b"".join(shown_pieces).decode("utf-8", "replace")
 
     def _begin(self, text: Sequence[int]) -> int | None:
         """Where the first stop string that ends in the last token begins, in the bytes of the last `span` tokens."""
         pieces = self._pieces(text[-self._span :])
         joined = b"".join(pieces)
         bytes_before = len(joined) - len(pieces[-1])  # bytes before the last piece, in which a stop string has to end
-        begins = [joined.find(stop, max(0, bytes_before - len(stop) + 1)) for stop in self._stops]
-        return min((begin for begin in begins if begin >= 0), default=None)
+        stop_begins = [joined.find(stop, max(0, bytes_before - len(stop) + 1)) for stop in self._stops]
+        return min((begin for begin in stop_begins if begin >= 0), default=None)
 
     def _open(self, joined: bytes) -> int:
         """The index of the longest suffix of `joined` that is a prefix of a stop string; len(joined) without one."""
-        begins = range(max(0, len(joined) - max(map(len, self._stops)) + 1), len(joined))
-        return next((i for i in begins if any(stop.startswith(joined[i:]) for stop in self._stops)), len(joined))
+        suffix_begins = range(max(0, len(joined) - max(map(len, self._stops)) + 1), len(joined))
+        return next((i for i in suffix_begins if any(stop.startswith(joined[i:]) for stop in self._stops)), len(joined))
 
     def _pieces(self, tokens: Sequence[int]) -> list[bytes]:
         return [self._by_id.get(token, _NO_TEXT) for token in tokens]
@@ -114,8 +114,8 @@ def cut_at_stop(
     text = list(prompt)
     for r in rounds:
         text += r.tokens
-        count = first_end(text, len(r.tokens))
-        if count is not None:
-            yield replace(r, tokens=r.tokens[:count], accepted=min(r.accepted, count))
+        end_count = first_end(text, len(r.tokens))
+        if end_count is not None:
+            yield replace(r, tokens=r.tokens[:end_count], accepted=min(r.accepted, end_count))
             return
         yield r

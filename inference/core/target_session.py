@@ -21,7 +21,7 @@ REST = "rest"  # the beginning of the names of `finish`'s passes
 
 
 def eager_session(
-    target: Target, split: int | None, capacity: int, context: int | None = None, together: "Together | None" = None
+    target: Target, split: int | None, capacity: int, context: int | None = None, run_jointly: "Together | None" = None
 ) -> Session:
     """A session whose passes run eagerly.
 
@@ -29,7 +29,7 @@ def eager_session(
     """
     if target.layered is None:
         return WholeSession(target, capacity, context)
-    return TargetSession(target.layered, split, capacity, context, together)
+    return TargetSession(target.layered, split, capacity, context, run_jointly)
 
 
 class TargetSession(Session):
@@ -113,30 +113,30 @@ class TargetSession(Session):
         """Run the second half over `rows` (see `Session.finish`)."""
         self.second_cache.keep(self.base, ())
         self.finished = range(self.rows) if rows is None else rows
-        count = len(self.finished)
-        runs_all = count == self.rows
+        row_count = len(self.finished)
+        runs_all = row_count == self.rows
         hidden = self.hidden if runs_all else self.hidden[:, list(self.finished)]
-        chosen = self.round if runs_all else self.round.select(self.finished)
-        logit_count = 1 if last_only else count
+        chosen_rows = self.round if runs_all else self.round.select(self.finished)
+        logit_count = 1 if last_only else row_count
 
         def second_half(hidden: Tensor, view: View) -> tuple[Tensor, ...]:
             stack = self.stack
-            arguments = (hidden, self.split, len(stack.layers), view.rotary, view.masks())
-            extras = []
+            stack_args = (hidden, self.split, len(stack.layers), view.rotary, view.masks())
+            extra_outputs = []
             if self.aux_layers:
-                hidden, aux_hidden = stack.run_with_aux(*arguments, self.aux_layers, view.cache)
-                extras.append(torch.cat(aux_hidden, dim=-1))
+                hidden, aux_hidden = stack.run_with_aux(*stack_args, self.aux_layers, view.cache)
+                extra_outputs.append(torch.cat(aux_hidden, dim=-1))
             else:
-                hidden = stack.run(*arguments, view.cache)
+                hidden = stack.run(*stack_args, view.cache)
             logits = stack.logits(view.logit_rows(hidden))
             if self.top_count:
-                extras.append(top_tokens(logits, self.top_count))
-            return hidden, logits, *extras
+                extra_outputs.append(top_tokens(logits, self.top_count))
+            return hidden, logits, *extra_outputs
 
-        name = REST + (f", aux_hidden at {self.aux_layers}" if self.aux_layers else "")
-        name += f", {self.top_count} top tokens" if self.top_count else ""
-        layout = chosen.layout(self.base, 0, count)
-        hidden, logits, *self.extras = self._run(name, second_half, hidden, layout, self.second_cache, logit_count)
+        pass_name = REST + (f", aux_hidden at {self.aux_layers}" if self.aux_layers else "")
+        pass_name += f", {self.top_count} top tokens" if self.top_count else ""
+        layout = chosen_rows.layout(self.base, 0, row_count)
+        hidden, logits, *self.extras = self._run(pass_name, second_half, hidden, layout, self.second_cache, logit_count)
         self._last_hidden = hidden[0]
         return logits[0, -logit_count:]
 
@@ -232,8 +232,8 @@ class TextView:
     def rotary(self) -> Rotary:
         if (span := self.layout.span) is None:
             return self._layers.rotary(self.positions)
-        views = ((cos[None, span], sin[None, span]) for cos, sin in self._layers.tables)
-        return Rotary(self.positions, tuple(views))  # a chain needs nothing else
+        cos_sin_pairs = ((cos[None, span], sin[None, span]) for cos, sin in self._layers.tables)
+        return Rotary(self.positions, tuple(cos_sin_pairs))  # a chain needs nothing else
 
     def masks(self) -> Masks:
         if self._masks is None:
@@ -290,8 +290,8 @@ class WholeSession(Session):
     def finish(self, rows: Sequence[int] | None = None, *, last_only: bool = False) -> Tensor:
         self.cache.keep(self.base, ())
         self.finished = range(self.rows) if rows is None else rows
-        chosen = self.round if len(self.finished) == self.rows else self.round.select(self.finished)
-        self._last_hidden, logits = self._run(chosen, self.tokens[list(self.finished)], last_only)
+        chosen_rows = self.round if len(self.finished) == self.rows else self.round.select(self.finished)
+        self._last_hidden, logits = self._run(chosen_rows, self.tokens[list(self.finished)], last_only)
         if self.top_count:
             self.extras = [top_tokens(logits, self.top_count)[None]]
         return logits
@@ -301,14 +301,14 @@ class WholeSession(Session):
         hidden, logits = [], []
         first_row = len(rows) - len(tokens)
         for start in range(0, len(tokens), Band.BLOCK):  # a mask of a whole long text would be quadratic in its length
-            block = tokens[start : start + Band.BLOCK]
-            part = slice(first_row + start, first_row + start + len(block))
-            inside = torch.from_numpy(unpack(rows.ancestors[part], part.stop)).to(tokens.device)
-            visible = torch.cat([inside.new_ones(len(block), self.base), inside], dim=1)
-            positions = self.base + torch.tensor(rows.depths[part], device=tokens.device)
-            states, scores = self.lm.rows(block, positions, visible, self.cache, last_only=last_only)
-            hidden.append(states)
-            logits.append(scores)
+            block_tokens = tokens[start : start + Band.BLOCK]
+            row_slice = slice(first_row + start, first_row + start + len(block_tokens))
+            sees_row = torch.from_numpy(unpack(rows.ancestors[row_slice], row_slice.stop)).to(tokens.device)
+            visible = torch.cat([sees_row.new_ones(len(block_tokens), self.base), sees_row], dim=1)
+            positions = self.base + torch.tensor(rows.depths[row_slice], device=tokens.device)
+            block_hidden, block_logits = self.lm.rows(block_tokens, positions, visible, self.cache, last_only=last_only)
+            hidden.append(block_hidden)
+            logits.append(block_logits)
         return torch.cat(hidden), logits[-1] if last_only else torch.cat(logits)
 
     def content(self) -> Sequence[tuple[Tensor, Tensor]]:

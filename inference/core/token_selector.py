@@ -30,7 +30,7 @@ class VerifiedDraft(NamedTuple):
 
     tokens: list[int]  # of the draft
     nodes: list[int]  # the accepted ones
-    following: Tensor  # [1]: the target's own token after them
+    bonus_token: Tensor  # [1]: the target's own token after them
     bonus: int  # the same token on the host
 
 
@@ -83,26 +83,26 @@ class TokenSelector:
         """
         contexts = branches(self.text, tree.tokens, tree.parents) if self.reads_context else None
         if self.greedy:
-            choices = likeliest(self._scores(logits, contexts))
-            ids = (torch.cat([tree.tokens, choices]) if len(tree) else choices).tolist()
+            argmax_ids = likeliest(self._scores(logits, contexts))
+            ids = (torch.cat([tree.tokens, argmax_ids]) if len(tree) else argmax_ids).tolist()
             tokens = ids[: len(tree)]
-            nodes, bonus = verify_greedy(tokens, tree.parents, ids[len(tree) :])
-            last = nodes[-1] + 1 if nodes else 0
-            following = choices[last : last + 1]
+            accepted_nodes, bonus = verify_greedy(tokens, tree.parents, ids[len(tree) :])
+            last_row = accepted_nodes[-1] + 1 if accepted_nodes else 0
+            bonus_tensor = argmax_ids[last_row : last_row + 1]
         else:
             tokens = tree.tokens.tolist()
             p = self.probabilities(logits, contexts)
             if tree.q and self.rule == "block":
-                nodes, bonus = verify_block(tokens, tree.q, p, self.chance)
+                accepted_nodes, bonus = verify_block(tokens, tree.q, p, self.chance)
             else:
-                naive = self.rule == "naive"
-                rule: NodeRule = Rejection(replace=bool(tree.draws)) if tree.q and not naive else Matching()
-                draws = None if naive else tree.draws
-                nodes, bonus = verify_sampled(tokens, tree.parents, tree.q, p, rule, self.chance, draws=draws)
-            following = self._token(bonus)
+                is_naive = self.rule == "naive"
+                rule: NodeRule = Rejection(replace=bool(tree.draws)) if tree.q and not is_naive else Matching()
+                draws = None if is_naive else tree.draws
+                accepted_nodes, bonus = verify_sampled(tokens, tree.parents, tree.q, p, rule, self.chance, draws=draws)
+            bonus_tensor = self._token(bonus)
         if self.reads_context and 0 <= bonus < logits.shape[-1]:
-            self._extend_text(tree.tokens[nodes], following)
-        return VerifiedDraft(tokens, nodes, following, bonus)
+            self._extend_text(tree.tokens[accepted_nodes], bonus_tensor)
+        return VerifiedDraft(tokens, accepted_nodes, bonus_tensor, bonus)
 
     def probabilities(self, logits: Tensor, contexts: Sequence[Tensor] | None) -> Tensor:
         """The distribution [n, V] of the token after each row, for target and drafter alike."""

@@ -61,10 +61,10 @@ class OptimalTree(DraftTree):
 
 def depths(parents: Sequence[int]) -> list[int]:
     """The n + 1 depths of the root, which is 0, and of every node. Parents come before children."""
-    depth_of = [0]
+    node_depths = [0]
     for parent in parents:
-        depth_of.append(depth_of[parent + 1] + 1)
-    return depth_of
+        node_depths.append(node_depths[parent + 1] + 1)
+    return node_depths
 
 
 def chain_parents(start: int, count: int) -> tuple[int, ...]:

@@ -93,19 +93,19 @@ class Rejection:
         families = sorted(families, key=lambda family: -len(family[1]))  # those with an i-th child come first
         r, q_i = self._start([parent for parent, _ in families], q, p)
         ratios: list[Rows] = []
-        drawn: list[int] = []
+        drawn_tokens: list[int] = []
         for i in range(len(families[0][1])):
-            rejected, drawn = drawn, [tokens[i] for _, tokens in families if i < len(tokens)]
-            count = len(drawn)
+            rejected_tokens, drawn_tokens = drawn_tokens, [tokens[i] for _, tokens in families if i < len(tokens)]
+            family_count = len(drawn_tokens)
             if i:
-                r, q_i = self._reject(r[:count], q_i[:count], rejected[:count])
-            ratios.append(_ratio(r[range(count), drawn], q_i[range(count), drawn]))
-        flat = iter(_module(p).concatenate(ratios).tolist())
-        by_parent: dict[int, list[float]] = {parent: [] for parent, _ in families}
-        for row in ratios:
-            for parent, _ in families[: len(row)]:
-                by_parent[parent].append(next(flat))
-        return by_parent
+                r, q_i = self._reject(r[:family_count], q_i[:family_count], rejected_tokens[:family_count])
+            ratios.append(_ratio(r[range(family_count), drawn_tokens], q_i[range(family_count), drawn_tokens]))
+        flat_ratios = iter(_module(p).concatenate(ratios).tolist())
+        probs_by_parent: dict[int, list[float]] = {parent: [] for parent, _ in families}
+        for level_ratios in ratios:
+            for parent, _ in families[: len(level_ratios)]:
+                probs_by_parent[parent].append(next(flat_ratios))
+        return probs_by_parent
 
     def residual(self, family: tuple[int, Sequence[int]], q: Mapping[int, Rows], p: Rows) -> Rows:
         parent, tokens = family
@@ -120,13 +120,13 @@ class Rejection:
             raise ValueError("this draft was not sampled: its candidates have no q; verify it with the naive rule")
         return _rows(p, parents), _module(p).stack([q[parent] for parent in parents])
 
-    def _reject(self, r: Rows, q_i: Rows, drawn: Sequence[int]) -> tuple[Rows, Rows]:
-        """r and q_i [m, V] after the tokens `drawn` [m] were rejected. Modifies q_i in place."""
-        rows = range(len(drawn))
-        real = (q_i[rows, drawn] > 0)[:, None]
-        r = _normalise((r - q_i * real).clip(min=0))
+    def _reject(self, r: Rows, q_i: Rows, rejected_tokens: Sequence[int]) -> tuple[Rows, Rows]:
+        """r and q_i [m, V] after the tokens `rejected_tokens` [m] were rejected. Modifies q_i in place."""
+        row_indices = range(len(rejected_tokens))
+        has_mass = (q_i[row_indices, rejected_tokens] > 0)[:, None]
+        r = _normalise((r - q_i * has_mass).clip(min=0))
         if not self.replace:
-            q_i[rows, drawn] = 0
+            q_i[row_indices, rejected_tokens] = 0
             q_i = _normalise(q_i)
         return r, q_i
 
@@ -144,17 +144,17 @@ class Matching:
         rows = [parent + 1 for parent, tokens in families for _ in tokens]
         columns = [token for _, tokens in families for token in tokens]
         masses = iter(p[rows, columns].tolist())
-        by_parent: dict[int, list[float]] = {}
+        probs_by_parent: dict[int, list[float]] = {}
         for parent, tokens in families:
-            by_parent[parent] = []
-            seen: set[int] = set()
-            total: float = 1  # the mass of r before renormalising
+            probs_by_parent[parent] = []
+            seen_tokens: set[int] = set()
+            mass_left: float = 1  # the mass of r before renormalising
             for token in tokens:
-                mass = next(masses) * (token not in seen)
-                by_parent[parent].append(mass / total if total > 0 else 0)
-                total -= mass
-                seen.add(token)
-        return by_parent
+                mass = next(masses) * (token not in seen_tokens)
+                probs_by_parent[parent].append(mass / mass_left if mass_left > 0 else 0)
+                mass_left -= mass
+                seen_tokens.add(token)
+        return probs_by_parent
 
     def residual(self, family: tuple[int, Sequence[int]], q: Mapping[int, Rows], p: Rows) -> Rows:
         parent, tokens = family
@@ -192,23 +192,23 @@ def verify_sampled(
     families = {parent: [tokens[node] for node in nodes] for parent, nodes in children.items()}
     if at_once is None:
         at_once = isinstance(p, Tensor) and p.device.type != "cpu"
-    by_parent = rule.acceptance(list(families.items()), q, p) if at_once and families else {}
-    accepted: list[int] = []
+    probs_by_parent = rule.acceptance(list(families.items()), q, p) if at_once and families else {}
+    accepted_nodes: list[int] = []
     last = ROOT
     while last in families:
-        probabilities = by_parent[last] if at_once else rule.acceptance([(last, families[last])], q, p)[last]
-        pairs = zip(children[last], probabilities, strict=True)
-        child = next((node for node, probability in pairs if chance.accept(probability)), None)
+        probabilities = probs_by_parent[last] if at_once else rule.acceptance([(last, families[last])], q, p)[last]
+        child_probs = zip(children[last], probabilities, strict=True)
+        child = next((node for node, probability in child_probs if chance.accept(probability)), None)
         if child is None:
             break
-        accepted.append(child)
+        accepted_nodes.append(child)
         last = child
     weights = p[last + 1]
     if last in families:
         residual = rule.residual((last, families[last]), q, p)
         # If p ≤ q up to rounding, rejection has probability 1e-7 instead of 0 and may leave a residual of zero mass.
         weights = residual + (residual.sum() == 0) * weights
-    return accepted, chance.choose(weights)
+    return accepted_nodes, chance.choose(weights)
 
 
 def verify_block(tokens: Sequence[int], q: Mapping[int, Rows], p: Rows, chance: Chance[Rows]) -> tuple[list[int], int]:
@@ -219,34 +219,34 @@ def verify_block(tokens: Sequence[int], q: Mapping[int, Rows], p: Rows, chance: 
     Π min(1, p / q). Let S_i be the mass of max(0, c_i p − q). A prefix passes with probability S_i / (S_i + 1 − c_i),
     the whole chain with c_n. The longest that passes is accepted. The next token is drawn from max(0, c_i p − q) or p.
     """
-    drawn = _module(p).stack([q[node - 1][token] for node, token in enumerate(tokens)])
-    until_nan: Iterable[float] = takewhile(lambda x: x == x, _ratio(p[range(len(drawn)), tokens], drawn).tolist())
-    c: list[float] = [*accumulate([1, *until_nan], lambda previous, ratio: min(1, previous * ratio))]
-    count: int = len(c) - 1
-    if chance.accept(c[count]):
-        return [*range(count)], chance.choose(p[count])
+    q_drawn = _module(p).stack([q[node - 1][token] for node, token in enumerate(tokens)])
+    ratios: Iterable[float] = takewhile(lambda x: x == x, _ratio(p[range(len(q_drawn)), tokens], q_drawn).tolist())
+    c: list[float] = [*accumulate([1, *ratios], lambda previous, ratio: min(1, previous * ratio))]
+    prefix_len: int = len(c) - 1
+    if chance.accept(c[prefix_len]):
+        return [*range(prefix_len)], chance.choose(p[prefix_len])
     while True:
-        count -= 1
-        residual = (c[count] * p[count] - q[count - 1]).clip(min=0)
+        prefix_len -= 1
+        residual = (c[prefix_len] * p[prefix_len] - q[prefix_len - 1]).clip(min=0)
         mass: float = residual[None].sum(-1).tolist()[0]
-        if count == 0 or (mass > 0 and chance.accept(mass / (mass + 1 - c[count]))):
-            return [*range(count)], chance.choose(residual + (mass == 0) * p[count])  # 0 by rounding alone
+        if prefix_len == 0 or (mass > 0 and chance.accept(mass / (mass + 1 - c[prefix_len]))):
+            return [*range(prefix_len)], chance.choose(residual + (mass == 0) * p[prefix_len])  # 0 by rounding alone
 
 
-def verify_greedy(tokens: Sequence[int], parents: Sequence[int], choices: Sequence[int]) -> tuple[list[int], int]:
+def verify_greedy(tokens: Sequence[int], parents: Sequence[int], argmax_ids: Sequence[int]) -> tuple[list[int], int]:
     """Greedy verification: walk down while the target's own choice is among the children.
 
     tokens, parents [n]: the draft tree; choices [n + 1]: the target's argmax after the root and after each
     node. Returns (accepted nodes in order, the next token), the next token being the target's choice after
     the last accepted node. The emitted text is exactly the target's greedy text.
     """
-    accepted: list[int] = []
+    accepted_nodes: list[int] = []
     last_accepted = ROOT
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-        if parent == last_accepted and token == choices[last_accepted + 1]:
-            accepted.append(node)
+        if parent == last_accepted and token == argmax_ids[last_accepted + 1]:
+            accepted_nodes.append(node)
             last_accepted = node
-    return accepted, choices[last_accepted + 1]
+    return accepted_nodes, argmax_ids[last_accepted + 1]
 
 
 def _module(rows: object) -> ModuleType:
@@ -260,8 +260,8 @@ def _rows(p: Rows, parents: Sequence[int]) -> Rows:
 
 def _ratio(r: Rows, q: Rows) -> Rows:
     """r / q [m], elementwise; 0 where q is 0."""
-    real = q > 0
-    return r * real / (q + ~real)
+    is_positive = q > 0
+    return r * is_positive / (q + ~is_positive)
 
 
 def _normalise(rows: Rows) -> Rows:

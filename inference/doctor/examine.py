@@ -26,89 +26,89 @@ from outrider.inference.loading.target_setup import TargetSetup
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS
 
-ANSWER = 48  # maximum tokens of an answer
+MAX_ANSWER = 48  # maximum tokens of an answer
 FEW, MANY = 240, 1200  # positions to judge: by default, and if the doctor was requested
 AT_LENGTH = 2  # texts per length
 Examinees = Mapping[str, Examinee]  # by kind
 
 
 def examine(
-    config: EvaluateConfig, setup: TargetSetup, models: Models, rendered: Sequence[list[int]]
+    config: EvaluateConfig, setup: TargetSetup, models: Models, prompt_ids: Sequence[list[int]]
 ) -> dict[str, Findings]:
     """The findings on each kind of drafter; kinds that are not examined are left out.
 
     rendered: the ids of every prompt's first turn.
     """
-    if config.doctor and (lost := lost_head(setup.target.source, setup.target.config)):
-        warn(f"target={setup.target.source}: {lost}")
+    if config.doctor and (lost_warning := lost_head(setup.target.source, setup.target.config)):
+        warn(f"target={setup.target.source}: {lost_warning}")
     examinees = find_examinees(config, setup, models)
     if not examinees:
         return {}
-    new_tokens = min(ANSWER, config.max_new_tokens)
-    count = min(-(-(MANY if config.doctor else FEW) // new_tokens), len(rendered))
-    questions = [rendered[number * len(rendered) // count] for number in range(count)]
+    max_tokens = min(MAX_ANSWER, config.max_new_tokens)
+    question_count = min(-(-(MANY if config.doctor else FEW) // max_tokens), len(prompt_ids))
+    questions = [prompt_ids[number * len(prompt_ids) // question_count] for number in range(question_count)]
 
     def scores_of(prompts: Iterable[Sequence[int]], examinees: Examinees) -> dict[str, list[AgreementScores]]:
         variants = [variant for examinee in examinees.values() for variant in examinee.variants]
         boundaries = sorted({boundary for variant in variants for boundary in variant.boundaries})
-        recordings = (record_answer(models.stack, prompt, boundaries, new_tokens, setup.eos) for prompt in prompts)
+        recordings = (record_answer(models.stack, prompt, boundaries, max_tokens, setup.eos) for prompt in prompts)
         # One recording exists at a time, as its hidden states take much memory.
         return score_variants(filter(None, recordings), examinees)
 
     scores = scores_of(questions, examinees)
     findings = {name: compare_variants(examinee, scores[name]) for name, examinee in examinees.items()}
-    declared = {name: examinee._replace(variants=examinee.variants[:1]) for name, examinee in examinees.items()}
+    declared_only = {name: examinee._replace(variants=examinee.variants[:1]) for name, examinee in examinees.items()}
     for length in config.doctor_lengths:
-        for name, variant_scores in scores_of(texts_of_length(length - new_tokens, questions), declared).items():
+        for name, variant_scores in scores_of(texts_of_length(length - max_tokens, questions), declared_only).items():
             if variant_scores:
-                lengths = {**(findings[name].lengths or {}), str(length): variant_scores[0].agreement}
-                findings[name] = replace(findings[name], lengths=lengths)
+                agreement_by_length = {**(findings[name].lengths or {}), str(length): variant_scores[0].agreement}
+                findings[name] = replace(findings[name], lengths=agreement_by_length)
     return findings
 
 
 def texts_of_length(text_length: int, prompts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
     """Prompts joined in turn up to `text_length` tokens, each text starting with another prompt."""
     for start in range(min(AT_LENGTH, len(prompts))):
-        order = itertools.cycle([*prompts[start:], *prompts[:start]])
-        yield list(itertools.islice(itertools.chain.from_iterable(order), text_length))
+        cycled_prompts = itertools.cycle([*prompts[start:], *prompts[:start]])
+        yield list(itertools.islice(itertools.chain.from_iterable(cycled_prompts), text_length))
 
 
 def find_examinees(config: EvaluateConfig, setup: TargetSetup, models: Models) -> dict[str, Examinee]:
     examinees = {}
     for name, model in models.drafters.items():
-        where, plugin = config.where(KINDS[name]), config.plugin(KINDS[name])
-        if where is None or name not in EXAMINERS:
+        path, plugin = config.where(KINDS[name]), config.plugin(KINDS[name])
+        if path is None or name not in EXAMINERS:
             continue
-        if config.doctor or (config.doctor is None and plugin.is_foreign(where, setup.target)):
-            examinees[name] = EXAMINERS[name](model, where, setup.target, models.stack, config.reading)
+        if config.doctor or (config.doctor is None and plugin.is_foreign(path, setup.target)):
+            examinees[name] = EXAMINERS[name](model, path, setup.target, models.stack, config.reading)
     return examinees
 
 
 def score_variants(recordings: Iterable[Recording], examinees: Examinees) -> dict[str, list[AgreementScores]]:
     """By kind, the scores of each of its variants over all recordings; none of them if there are no recordings."""
-    texts: dict[str, list[list[AgreementScores]]] = {name: [] for name in examinees}
-    for number, recording in enumerate(recordings):
+    scores_by_kind: dict[str, list[list[AgreementScores]]] = {name: [] for name in examinees}
+    for text_number, recording in enumerate(recordings):
         for name, examinee in examinees.items():
-            drafts = (variant.draft(recording) for variant in examinee.variants)
-            texts[name].append([score_logits(logits, recording, number) for logits in drafts])
-    return {name: [join_scores(parts) for parts in zip(*rows, strict=True)] for name, rows in texts.items()}
+            draft_logits = (variant.draft(recording) for variant in examinee.variants)
+            scores_by_kind[name].append([score_logits(logits, recording, text_number) for logits in draft_logits])
+    return {name: [join_scores(scores) for scores in zip(*rows, strict=True)] for name, rows in scores_by_kind.items()}
 
 
 def compare_variants(examinee: Examinee, scores: Sequence[AgreementScores]) -> Findings:
     """The scores of a drafter's variants, and the best one that is significantly better than the declared reading."""
-    rows: list[ReadingScores] = []
-    for variant, figures in zip(examinee.variants, scores, strict=False):
-        wins, chance = is_better(figures, scores[0], len(scores) - 1) if rows else (False, None)
-        agree, finite = (tuple(shares.mean(1).tolist()) for shares in (figures.agrees, figures.finite))
+    readings: list[ReadingScores] = []
+    for variant, variant_scores in zip(examinee.variants, scores, strict=False):
+        is_winner, p_value = is_better(variant_scores, scores[0], len(scores) - 1) if readings else (False, None)
+        agree, finite = (tuple(shares.mean(1).tolist()) for shares in (variant_scores.agrees, variant_scores.finite))
         row = ReadingScores(
-            variant.name, variant.option, variant.meaning, figures.agreement, agree, finite, chance, wins
+            variant.name, variant.option, variant.meaning, variant_scores.agreement, agree, finite, p_value, is_winner
         )
-        rows.append(row)
-    blocks = scores[0].blocks.tolist() if scores else []
+        readings.append(row)
+    block_ids = scores[0].blocks.tolist() if scores else []
     return Findings(
-        positions=len(blocks),
-        texts=len({block >> 32 for block in blocks}),  # see `score_logits`
-        ways=tuple(rows),
-        better=max((row for row in rows if row.wins), key=lambda row: row.agreement, default=None),
+        positions=len(block_ids),
+        texts=len({block >> 32 for block in block_ids}),  # see `score_logits`
+        ways=tuple(readings),
+        better=max((row for row in readings if row.is_better), key=lambda row: row.agreement, default=None),
         facts=tuple(examinee.facts),
     )

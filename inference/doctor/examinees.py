@@ -97,61 +97,61 @@ def draft_by_head(head: Eagle3, recording: Recording, *, still: bool = False) ->
     """
     tokens, start, cache = recording.tokens, recording.start, Steps()
     count = len(tokens) - 1
-    index = torch.arange(count, device=tokens.device)
+    positions = torch.arange(count, device=tokens.device)
     aux = torch.cat([recording.aux_hidden[boundary] for boundary in head.reading.taps], dim=-1)[:, :count]
-    hidden, states = head.features(aux.to(head.dtype)), []
+    hidden, step_outputs = head.features(aux.to(head.dtype)), []
     head.reserve(count + STEPS)
     embedding = head.embed(tokens[None])
     for step in range(STEPS):
-        cache.step, moved = step, 0 if still else step
-        masks = {window: Band.sliding(index, (window or count + STEPS) - moved) for window in head.windows}
-        cache.tokens[step] = (index[None] + 1 + step) % len(tokens)  # the last `step` ones are of no place
-        hidden = head.run(embedding, hidden, masks, head.rotary(index[None] + moved), cache)
-        states.append(hidden[0, start - 2 - step : count - 1 - step])
-    return head.logits(torch.stack(states))
+        cache.step, position_shift = step, 0 if still else step
+        masks = {window: Band.sliding(positions, (window or count + STEPS) - position_shift) for window in head.windows}
+        cache.tokens[step] = (positions[None] + 1 + step) % len(tokens)  # the last `step` ones are of no place
+        hidden = head.run(embedding, hidden, masks, head.rotary(positions[None] + position_shift), cache)
+        step_outputs.append(hidden[0, start - 2 - step : count - 1 - step])
+    return head.logits(torch.stack(step_outputs))
 
 
 @torch.inference_mode()
 def draft_by_block(drafter: DFlash, recording: Recording) -> Tensor:
     """Logits [steps, positions, V] of a block drafter: the tokens of its draft at a depth of up to `BLOCK_STEPS`."""
-    tokens, start, steps = recording.tokens, recording.start, min(BLOCK_STEPS, drafter.reading.block - 1)
+    tokens, start, step_count = recording.tokens, recording.start, min(BLOCK_STEPS, drafter.reading.block - 1)
     aux = torch.cat([recording.aux_hidden[boundary] for boundary in drafter.reading.taps], dim=-1)
-    anchors = torch.arange(start - steps, len(tokens) - 1, device=tokens.device)  # [A], first rows of blocks
+    anchors = torch.arange(start - step_count, len(tokens) - 1, device=tokens.device)  # [A], first rows of blocks
     hidden = run_blocks(drafter, aux.to(drafter.dtype), anchors, tokens[anchors])
-    rows = hidden[:, 0 if drafter.reading.sample_from_anchor else 1 :]
-    count, depths = len(tokens) - start, range(steps)
-    logits = torch.stack([drafter.draft_logits(rows[steps - 1 - step :][:count, step]) for step in depths])
-    return drafter.spread(drafter.bias(logits, tokens[start - 1 : -1].expand(steps, -1)))
+    draft_rows = hidden[:, 0 if drafter.reading.sample_from_anchor else 1 :]
+    count, depths = len(tokens) - start, range(step_count)
+    logits = torch.stack([drafter.draft_logits(draft_rows[step_count - 1 - step :][:count, step]) for step in depths])
+    return drafter.spread(drafter.bias(logits, tokens[start - 1 : -1].expand(step_count, -1)))
 
 
 def compare_training_target(record: Mapping[str, object], target: OpenTarget) -> Fact:
     """Whether the target is the one that the drafter was trained on, as far as `record`, which may be empty, tells."""
-    name, settings = record.get("target", "a target not said"), record.get("settings")
+    target_name, settings = record.get("target", "a target not said"), record.get("settings")
     try:
-        trained = construct(Fingerprint, settings.get("target") if isinstance(settings, dict) else None)
+        trained_target = construct(Fingerprint, settings.get("target") if isinstance(settings, dict) else None)
     except UserError:
-        return Fact("made for", f"{name}, whose weights were not recorded")
-    differs = trained.differences(target.fingerprint)
-    relation = f"not this target ({'; '.join(differs)})" if differs else "whose digests are this target's"
-    return Fact("made for", f"{name}, {relation}", bool(differs))
+        return Fact("made for", f"{target_name}, whose weights were not recorded")
+    differences = trained_target.differences(target.fingerprint)
+    relation = f"not this target ({'; '.join(differences)})" if differences else "whose digests are this target's"
+    return Fact("made for", f"{target_name}, {relation}", bool(differences))
 
 
-def examine_exit(model: EarlyExit, where: str, target: OpenTarget, stack: Target, changes: ReadingChanges) -> Examinee:
+def examine_exit(model: EarlyExit, path: str, target: OpenTarget, stack: Target, changes: ReadingChanges) -> Examinee:
     """An early exit that is prepared to decode on `stack`. It was loaded, so its digests are this target's."""
-    drafter, layers = without_calibration(model), require_layers(stack)
+    drafter, layer_stack = without_calibration(model), require_layers(stack)
 
     @torch.inference_mode()
     def draft(recording: Recording) -> Tensor:
         hidden = recording.aux_hidden[drafter.exit_layer]
         positions = torch.arange(hidden.shape[1], device=hidden.device)
         mask = None if drafter.window is None else Band.sliding(positions, drafter.window)
-        out = drafter.run(hidden, mask, layers.rotary(positions[None]))
+        out = drafter.run(hidden, mask, layer_stack.rotary(positions[None]))
         return drafter.logits(out[:, recording.start - 1 : -1])
 
     return Examinee([Variant(DECLARED, draft, (drafter.exit_layer,))])
 
 
-def examine_lm(model: SmallLM, where: str, target: OpenTarget, stack: Target, changes: ReadingChanges) -> Examinee:
+def examine_lm(model: SmallLM, path: str, target: OpenTarget, stack: Target, changes: ReadingChanges) -> Examinee:
     lm = cast("SmallLM", without_calibration(model))
 
     def draft(recording: Recording) -> Tensor:  # of as many tokens as it has, perhaps not the target's
@@ -160,8 +160,8 @@ def examine_lm(model: SmallLM, where: str, target: OpenTarget, stack: Target, ch
     variants = [Variant(DECLARED, draft)]
     if isinstance(lm, Pard2):
         lm_alone = Variant(_LEFT_OUT, draft, option=_LEFT_OUT, meaning="these hidden states do not help it")
-        variants = [*_pard2_variants(lm, where, target, stack), lm_alone]
-    return Examinee(variants, [compare_training_target(read_record(where, LM_TRAINING_FILE), target)])
+        variants = [*_pard2_variants(lm, path, target, stack), lm_alone]
+    return Examinee(variants, [compare_training_target(read_record(path, LM_TRAINING_FILE), target)])
 
 
 @torch.inference_mode()
@@ -170,37 +170,37 @@ def draft_by_states(lm: Pard2, projection: TargetProjection, delay: int, recordi
     tokens = recording.tokens.clamp(max=last_id(lm))
     positions = torch.arange(len(tokens), device=tokens.device)
     aux = torch.cat([recording.aux_hidden[boundary] for boundary in projection.boundaries], dim=-1)
-    joined = projection.join_states(aux, lm.target_norm[0])
-    states = F.pad(joined, (0, 0, delay, 0))[:, : len(tokens)]  # [1, n, k · H_t]
+    joined_states = projection.join_states(aux, lm.target_norm[0])
+    delayed_states = F.pad(joined_states, (0, 0, delay, 0))[:, : len(tokens)]  # [1, n, k · H_t]
     masks = {window: None if window is None else Band.sliding(positions, window) for window in lm.windows}
     lm.reserve(len(tokens))
-    x = lm.embed(tokens[None], positions[None]) + projection(states)  # [1, n, d]
+    x = lm.embed(tokens[None], positions[None]) + projection(delayed_states)  # [1, n, d]
     hidden = lm.run(x, 0, len(lm.layers), lm.rotary(positions[None]), masks)
     return lm.logits(hidden[:, recording.start - 1 : -1])
 
 
-def _pard2_variants(lm: Pard2, where: str, target: OpenTarget, stack: Target) -> Iterator[Variant]:
-    pard2 = projection_config(lm.config)
-    assert pard2 is not None  # or it had no projection
-    tensors = read_projection(open_tensors(where), pard2, lm.config.hidden_size, stack.dtype, stack.device)
+def _pard2_variants(lm: Pard2, path: str, target: OpenTarget, stack: Target) -> Iterator[Variant]:
+    declared = projection_config(lm.config)
+    assert declared is not None  # or it had no projection
+    tensors = read_projection(open_tensors(path), declared, lm.config.hidden_size, stack.dtype, stack.device)
 
     def make(
-        name: str, meaning: str = "", config: ProjectionConfig = pard2, *, delay: int = 1, normed: bool = True
+        name: str, meaning: str = "", config: ProjectionConfig = declared, *, delay: int = 1, normed: bool = True
     ) -> Variant:
         projection = TargetProjection(config, tensors, target.config)
         projection.normed &= normed
         return Variant(name, partial(draft_by_states, lm, projection, delay), projection.boundaries, meaning=meaning)
 
     yield make(DECLARED)
-    boundaries = pard2.boundaries(target.config) or ()
-    orders = (*(tuple(boundary + step for boundary in boundaries) for step in (-1, 1)), boundaries[::-1])
-    for order in orders:
-        config = replace(pard2, pard2_target_layers=order)
-        if order != boundaries and min(order) >= 0 and config.boundaries(target.config) is not None:
-            yield make(f"pard2_target_layers={[*order]}", _MEND, config)
+    boundaries = declared.boundaries(target.config) or ()
+    layer_choices = (*(tuple(boundary + step for boundary in boundaries) for step in (-1, 1)), boundaries[::-1])
+    for target_layers in layer_choices:
+        config = replace(declared, pard2_target_layers=target_layers)
+        if target_layers != boundaries and min(target_layers) >= 0 and config.boundaries(target.config) is not None:
+            yield make(f"pard2_target_layers={[*target_layers]}", _MEND, config)
     for scale in PARD2_SCALES:
-        if scale != pard2.pard2_scale:
-            yield make(f"pard2_scale={scale}", _MEND, replace(pard2, pard2_scale=scale))
+        if scale != declared.pard2_scale:
+            yield make(f"pard2_scale={scale}", _MEND, replace(declared, pard2_scale=scale))
     if target.config.num_hidden_layers in boundaries:
         yield make("states before the final norm", _UNREADABLE, normed=False)
     for delay in (0, 2):
@@ -209,7 +209,7 @@ def _pard2_variants(lm: Pard2, where: str, target: OpenTarget, stack: Target) ->
 
 def examine_head(
     _: object,
-    where: str,
+    path: str,
     target: OpenTarget,
     stack: Target,
     changes: ReadingChanges,
@@ -220,30 +220,30 @@ def examine_head(
 
     changes: those with which it is read now; they count as declared. open_stored, draft: of this kind of head.
     """
-    stored_head, layered = open_stored(where, target.config, changes), require_layers(stack)
+    stored_head, layer_stack = open_stored(path, target.config, changes), require_layers(stack)
     tensors, declared = stored_head.tensors(stack.dtype, stack.device), stored_head.reading
 
     def make(reading: sizes.HeadSizes) -> DraftHead:
         sizes.require_fitting_target(reading, target.config, stored_head.where)
         head = stored_head.make(reading, tensors)
-        head.use_target(layered)
+        head.use_target(layer_stack)
         return head
 
-    variants, seen = [Variant(DECLARED, partial(draft, make(declared)), declared.taps)], [declared]
+    variants, seen_readings = [Variant(DECLARED, partial(draft, make(declared)), declared.taps)], [declared]
     for change in _neighbours(declared, target):
         try:
             reading = sizes.apply_changes(declared, change, target.config)
-            if reading in seen:
+            if reading in seen_readings:
                 continue
-            variant = partial(draft, make(reading))
+            variant_draft = partial(draft, make(reading))
         except UserError:  # the stored tensors do not fit such a head
             continue
-        seen.append(reading)
+        seen_readings.append(reading)
         option, meaning = str(change), _FAULTS.get(next(iter(change.overrides)), _UNLIKE)
-        variants.append(Variant(option, variant, reading.taps, option, meaning))
+        variants.append(Variant(option, variant_draft, reading.taps, option, meaning))
     if draft is draft_by_head:
-        still = partial(draft, make(declared), still=True)
-        variants.append(Variant("drafted positions stand still", still, declared.taps, meaning=_STILL))
+        still_draft = partial(draft, make(declared), still=True)
+        variants.append(Variant("drafted positions stand still", still_draft, declared.taps, meaning=_STILL))
     return Examinee(variants, list(_head_facts(stored_head, tensors, target)))
 
 
@@ -255,9 +255,9 @@ def _head_facts(stored: StoredDrafter[DraftHead], tensors: Mapping[str, Tensor],
             yield compare_training_target(record, target)
         case {"verifier": {"name_or_path": name}} if name:
             yield Fact("made for", f"{name}; this target: {target.source}. A fine-tuned or quantised one agrees less")
-    size = reading.draft_vocabulary
-    if size < reading.vocabulary and reading.draft_ids == "offset" and not tensors[D2T].any():
-        yield Fact("d2t", f"all zero: its tokens are the first {size}, as it was never put in", True)
+    draft_vocab_size = reading.draft_vocabulary
+    if draft_vocab_size < reading.vocabulary and reading.draft_ids == "offset" and not tensors[D2T].any():
+        yield Fact("d2t", f"all zero: its tokens are the first {draft_vocab_size}, as it was never put in", True)
     if stored.config.get("enable_confidence_head") and CONFIDENCE not in tensors:
         yield Fact("confidence head", "declared, but its tensors are not in the file", True)
     limit, context = reading.max_positions, context_limit(target.config)
@@ -267,16 +267,16 @@ def _head_facts(stored: StoredDrafter[DraftHead], tensors: Mapping[str, Tensor],
 
 def _neighbours(reading: sizes.HeadSizes, target: OpenTarget) -> Iterator[ReadingChanges]:
     """The changes to try, one at a time; some may be impossible, or equal to the declared reading."""
-    moved = (tuple(tap + step for tap in reading.taps) for step in (1, -1))
-    usual = sizes.default_aux_layers(target.config.num_hidden_layers)
-    yield from (ReadingChanges(taps=taps) for taps in (*moved, usual) if taps[0] >= 0)
+    shifted_taps = (tuple(tap + step for tap in reading.taps) for step in (1, -1))
+    default_taps = sizes.default_aux_layers(target.config.num_hidden_layers)
+    yield from (ReadingChanges(taps=taps) for taps in (*shifted_taps, default_taps) if taps[0] >= 0)
     yield ReadingChanges(rope="target")
-    for base in (None, 10000.0, sizes.rope_base(target.config)):  # EAGLE trains with 10000, whatever its config says
-        yield from (ReadingChanges(rope_theta=base), ReadingChanges(rope="plain", rope_theta=base))
+    for theta in (None, 10000.0, sizes.rope_base(target.config)):  # EAGLE trains with 10000, whatever its config says
+        yield from (ReadingChanges(rope_theta=theta), ReadingChanges(rope="plain", rope_theta=theta))
     for field in fields(ReadingChanges):
-        declared = getattr(reading, field.name, None)
-        if isinstance(declared, bool):
-            yield construct(ReadingChanges, {field.name: not declared})
+        declared_value = getattr(reading, field.name, None)
+        if isinstance(declared_value, bool):
+            yield construct(ReadingChanges, {field.name: not declared_value})
     yield from (ReadingChanges(causal=causal) for causal in (True, False))
     yield ReadingChanges(draft_ids="index" if reading.draft_ids == "offset" else "offset")
 

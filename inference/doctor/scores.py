@@ -22,10 +22,10 @@ from outrider.inference.core.tree import chain_parents
 FIRST = 5  # the first position of a text that a block drafter can draft as its fourth token
 TITLES = ("1st token", "2nd token", "3rd token", "4th token")
 BLOCK = 8  # neighbouring positions that form one observation, as they are correlated
-FEWEST = 16  # observations that a verdict needs
-CHANCE = 1e-3  # significance level: with a larger p-value no reading is called better
+MIN_BLOCKS = 16  # observations that a verdict needs
+MAX_P_VALUE = 1e-3  # significance level: with a larger p-value no reading is called better
 MARGIN = 0.02  # in agreement; a smaller lead does not justify another reading
-LOW = 0.2  # agreement at the first token below which a drafter hardly pays under any reading
+LOW_SHARE = 0.2  # agreement at the first token below which a drafter hardly pays under any reading
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class ReadingScores:
     agree: tuple[float, ...]
     finite: tuple[float, ...]
     chance: float | None
-    wins: bool
+    is_better: bool
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,14 @@ class Recording(NamedTuple):
 
 
 def record_answer(
-    target: Target, prompt: Sequence[int], boundaries: Sequence[int], new: int, eos: frozenset[int] = frozenset()
+    target: Target, prompt: Sequence[int], boundaries: Sequence[int], max_new: int, eos: frozenset[int] = frozenset()
 ) -> Recording | None:
-    """The answer of `target` to `prompt`, of up to `new` tokens; None if no position of it can be judged.
+    """The answer of `target` to `prompt`, of up to `max_new` tokens; None if no position of it can be judged.
 
     boundaries: layer boundaries to record, of a target that runs layer by layer. The answer's first token is never
     drafted, so it is not judged.
     """
-    rounds = autoregressive(target, prompt, max_new_tokens=new, eos=eos)
+    rounds = autoregressive(target, prompt, max_new_tokens=max_new, eos=eos)
     tokens = torch.tensor([*prompt, *(token for r in rounds for token in r.tokens)], device=target.device)
     start = max(len(prompt) + 1, FIRST)
     if start >= len(tokens):
@@ -106,17 +106,17 @@ def read_states(
     model: Target, tokens: Tensor, start: int, boundaries: Sequence[int] = ()
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """Logits [n − start, V] after the tokens from position `start` on, and all hidden states [1, n, d] by boundary."""
-    session, aux = Runtime().session(model, 0, len(tokens)), list[Tensor]()
+    session, aux_parts = Runtime().session(model, 0, len(tokens)), list[Tensor]()
     session.aux_layers = tuple(boundaries)
     for begin, end in ((0, start), (start, len(tokens))):  # so that a prompt has no logits, which would be many
         rows = range(end - begin)
         session.feed(tokens[begin:end], chain_parents(0, len(rows)))
         logits = session.finish(last_only=begin == 0)
         if boundaries:
-            aux.append(session.aux_hidden(rows))
+            aux_parts.append(session.aux_hidden(rows))
         session.commit(rows)
-    states = torch.cat(aux, dim=1).chunk(len(boundaries), dim=-1) if boundaries else ()
-    return logits, dict(zip(boundaries, states, strict=True))
+    boundary_states = torch.cat(aux_parts, dim=1).chunk(len(boundaries), dim=-1) if boundaries else ()
+    return logits, dict(zip(boundaries, boundary_states, strict=True))
 
 
 class AgreementScores(NamedTuple):
@@ -136,11 +136,11 @@ class AgreementScores(NamedTuple):
         return float(self.agrees.mean())
 
 
-def score_logits(logits: Tensor, recording: Recording, text: int) -> AgreementScores:
-    """The scores of a drafter's logits [steps, positions, V'] on a recording, which is text number `text`."""
+def score_logits(logits: Tensor, recording: Recording, text_id: int) -> AgreementScores:
+    """The scores of a drafter's logits [steps, positions, V'] on a recording, which is text number `text_id`."""
     finite = logits.isfinite().all(-1)
     agrees = finite & (logits.argmax(-1) == recording.tokens[recording.start :])
-    blocks = (text << 32) + np.arange(agrees.shape[-1]) // BLOCK  # a number of its own for each block of each text
+    blocks = (text_id << 32) + np.arange(agrees.shape[-1]) // BLOCK  # a number of its own for each block of each text
     return AgreementScores(agrees.cpu().numpy(), finite.cpu().numpy(), blocks)
 
 
@@ -148,20 +148,20 @@ def join_scores(parts: Sequence[AgreementScores]) -> AgreementScores:
     return AgreementScores(*(np.concatenate(arrays, axis=-1) for arrays in zip(*parts, strict=True)))
 
 
-def lead_chance(lead: np.ndarray, blocks: np.ndarray) -> float:
+def lead_chance(lead: np.ndarray, block_ids: np.ndarray) -> float:
     """The p-value of a lead, integers [positions]: the probability of a sum at least as large if every block's sign
     were random. 1 if there are too few positions for a verdict.
 
     The sign-flip test of paired observations (Fisher 1935, §21), over all flips. Blocks of sums 2 and 1 give the sums
     −3, −1, 1, 3, so a lead of 3 has the p-value 1/4.
     """
-    if len(lead) < FEWEST * BLOCK:
+    if len(lead) < MIN_BLOCKS * BLOCK:
         return 1.0
-    sums = np.bincount(np.unique(blocks, return_inverse=True)[1], weights=lead).astype(int)
-    odds = np.ones(1)  # probability of every sum, from the least sum on
-    for sum_of_block in np.abs(sums[sums != 0]):
-        odds = np.convolve(odds, [0.5, *[0.0] * (2 * sum_of_block - 1), 0.5])
-    return float(odds[sums.sum() + np.abs(sums).sum() :].sum())
+    block_sums = np.bincount(np.unique(block_ids, return_inverse=True)[1], weights=lead).astype(int)
+    sum_probs = np.ones(1)  # probability of every sum, from the least sum on
+    for sum_of_block in np.abs(block_sums[block_sums != 0]):
+        sum_probs = np.convolve(sum_probs, [0.5, *[0.0] * (2 * sum_of_block - 1), 0.5])
+    return float(sum_probs[block_sums.sum() + np.abs(block_sums).sum() :].sum())
 
 
 def is_better(challenger: AgreementScores, declared: AgreementScores, tried: int = 1) -> tuple[bool, float]:
@@ -169,8 +169,8 @@ def is_better(challenger: AgreementScores, declared: AgreementScores, tried: int
 
     tried: the number of readings compared, for Bonferroni's bound on the p-value.
     """
-    chance = min(1.0, tried * lead_chance((challenger.agrees.astype(int) - declared.agrees).sum(0), challenger.blocks))
-    return chance < CHANCE and challenger.agreement - declared.agreement >= MARGIN, chance
+    p_value = min(1.0, tried * lead_chance((challenger.agrees.astype(int) - declared.agrees).sum(0), challenger.blocks))
+    return p_value < MAX_P_VALUE and challenger.agreement - declared.agreement >= MARGIN, p_value
 
 
 def describe_findings(kind: str, findings: Findings) -> Iterator[str]:
@@ -182,14 +182,14 @@ def describe_findings(kind: str, findings: Findings) -> Iterator[str]:
     if not findings.ways:
         yield "  no token of an answer could be judged: give prompts that the target answers with more"
         return
-    rows = [findings.ways[0], *sorted(findings.ways[1:], key=lambda row: -row.agreement)]
-    width = max(len(row.name) for row in rows)
-    titles = "".join(f"{title:>11}" for title in TITLES[: len(rows[0].agree)])
-    yield f"  {'read':<{width}}{titles}{'chance':>9}"
-    for row in rows:
-        shares = "".join(f"{agreement:>11.1%}" for agreement in row.agree)
-        chance = "" if row.chance is None else f"{row.chance:>9.1g}" if row.chance < 0.1 else f"{'–':>9}"
-        yield f"  {row.name:<{width}}{shares}{chance}"
+    readings = [findings.ways[0], *sorted(findings.ways[1:], key=lambda reading: -reading.agreement)]
+    name_width = max(len(reading.name) for reading in readings)
+    titles_text = "".join(f"{title:>11}" for title in TITLES[: len(readings[0].agree)])
+    yield f"  {'read':<{name_width}}{titles_text}{'chance':>9}"
+    for reading in readings:
+        shares_text = "".join(f"{agreement:>11.1%}" for agreement in reading.agree)
+        p_text = "" if reading.chance is None else f"{reading.chance:>9.1g}" if reading.chance < 0.1 else f"{'–':>9}"
+        yield f"  {reading.name:<{name_width}}{shares_text}{p_text}"
     for length, agreement in (findings.lengths or {}).items():
         yield f"  at {length} tokens: {agreement:.1%}"
     yield from (f"  {'! ' * fact.suspect}{fact.name}: {fact.said}" for fact in findings.facts)
@@ -200,17 +200,17 @@ def _describe_verdict(findings: Findings) -> Iterator[str]:
     better, declared = findings.better, findings.ways[0]
     if min(declared.finite) < 1:
         yield f"  {1 - min(declared.finite):.1%} of its logits are not finite: its numbers overflow in this dtype"
-    if findings.positions < FEWEST * BLOCK:
-        yield f"  fewer than {FEWEST * BLOCK} tokens are too few to call a reading better: give more prompts"
+    if findings.positions < MIN_BLOCKS * BLOCK:
+        yield f"  fewer than {MIN_BLOCKS * BLOCK} tokens are too few to call a reading better: give more prompts"
     if better is not None:
         yield f"  {better.name} is better: {better.meaning}"
-    elif declared.agree[0] < LOW:
+    elif declared.agree[0] < LOW_SHARE:
         yield "  it seldom agrees, and no other reading is better: look at its target, its data and the template"
 
 
 def refuse_reading(kind: str, where: str, findings: Findings) -> None:
     """Raise `UserError` if another reading is better and an option selects it."""
-    winners = [row for row in findings.ways if row.wins and row.option]
+    winners = [row for row in findings.ways if row.is_better and row.option]
     if not winners:
         return
     better, declared = max(winners, key=lambda row: row.agreement), findings.ways[0]

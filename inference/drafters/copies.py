@@ -21,10 +21,10 @@ from outrider.inference.sizing.policy import OWN, Tuning
 
 # With max_draft=auto: the prior probability that a drafted token is right if the previous one is.
 _FIRST = (0.3, 0.4, 0.6)  # of the first token, by the length of the matched n-gram; each lies in a separate band
-_FURTHER = 0.8
+_NEXT_PROB = 0.8
 _FILLING = 1e-6  # path probability of padding tokens, which fill a draft up to a length to be timed
 _PARENTS = np.arange(-1, MOST_NODES - 1)  # of a chain
-_PATH_PROBS = [first * _FURTHER ** np.arange(MOST_NODES) for first in _FIRST]  # by the length of the matched n-gram
+_PATH_PROBS = [first * _NEXT_PROB ** np.arange(MOST_NODES) for first in _FIRST]  # by the length of the matched n-gram
 _LOSS = 0.01  # see `Allowance`; generations are short, and each one starts with the full allowance
 
 
@@ -58,8 +58,8 @@ class PromptLookup(Drafter):
     def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
         self._append(tokens)
         if self.sizes is not None:
-            count = len(self._path_probs)  # 0 for the draft of another drafter
-            self.sizes.observe(_PARENTS[:count], self._path_probs, nodes[:count])
+            draft_length = len(self._path_probs)  # 0 for the draft of another drafter
+            self.sizes.observe(_PARENTS[:draft_length], self._path_probs, nodes[:draft_length])
 
     def _choose_tokens(self, root_id: int, max_tokens: int) -> list[int]:
         """The tokens to submit after the token `root_id`, at most `max_tokens`."""
@@ -69,25 +69,25 @@ class PromptLookup(Drafter):
         tokens, match_length = self._find_continuation(root_id, max_tokens) if max_tokens else ([], 0)
         path_probs = _PATH_PROBS[min(match_length, len(_FIRST)) - 1][: len(tokens)]
         if len(tokens) < max_tokens and not isinstance(self.sizes, BestNodes):  # the costs of lengths are measured
-            missing = max_tokens - len(tokens)
-            path_probs = np.append(path_probs, _FILLING ** np.arange(1, missing + 1))
-            tokens += [root_id] * missing
-        count = self.sizes.count(_PARENTS[: len(tokens)], path_probs)
-        self._path_probs = path_probs[:count]
-        return tokens[:count]
+            missing_count = max_tokens - len(tokens)
+            path_probs = np.append(path_probs, _FILLING ** np.arange(1, missing_count + 1))
+            tokens += [root_id] * missing_count
+        submit_count = self.sizes.count(_PARENTS[: len(tokens)], path_probs)
+        self._path_probs = path_probs[:submit_count]
+        return tokens[:submit_count]
 
     def _find_continuation(self, root_id: int, max_tokens: int) -> tuple[list[int], int]:
         """At most `max_tokens` that followed an earlier occurrence of the longest suffix, and the suffix's length."""
         suffix = [*self._text[-self.max_ngram :], root_id]
-        for length in range(min(self.max_ngram, len(suffix)), self.min_ngram - 1, -1):
-            start = self._continuation_of.get(tuple(suffix[-length:]))
-            if start is not None:
-                return [*self._text[start : start + max_tokens], root_id][:max_tokens], length
+        for ngram_length in range(min(self.max_ngram, len(suffix)), self.min_ngram - 1, -1):
+            copy_start = self._continuation_of.get(tuple(suffix[-ngram_length:]))
+            if copy_start is not None:
+                return [*self._text[copy_start : copy_start + max_tokens], root_id][:max_tokens], ngram_length
         return [], 0
 
     def _append(self, tokens: Sequence[int]) -> None:
         """Add tokens, and index the n-grams that end with each, which the next token follows."""
-        for end, token in enumerate(tokens, start=len(self._text) + 1):
+        for text_length, token in enumerate(tokens, start=len(self._text) + 1):
             self._text.append(token)
-            for length in range(self.min_ngram, min(self.max_ngram, end) + 1):
-                self._continuation_of[tuple(self._text[end - length :])] = end
+            for ngram_length in range(self.min_ngram, min(self.max_ngram, text_length) + 1):
+                self._continuation_of[tuple(self._text[text_length - ngram_length :])] = text_length

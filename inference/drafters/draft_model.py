@@ -60,16 +60,16 @@ class OnePass:
 
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
         if parents[0] == ROOT:
-            free = self._session.context - self._session.base  # positions that the text may still reach
-            masks = tokens.new_full((max(0, min(self.pass_rows, free) - 1),), self.mask)  # [n − 1]
-            self._logits = self.model.run_pass(torch.cat([tokens, masks]))  # [n, K] by depth
+            free_count = self._session.context - self._session.base  # positions that the text may still reach
+            mask_ids = tokens.new_full((max(0, min(self.pass_rows, free_count) - 1),), self.mask)  # [n − 1]
+            self._logits = self.model.run_pass(torch.cat([tokens, mask_ids]))  # [n, K] by depth
             self._hidden = self.model.hidden  # [n, d] by depth
             self._depths: list[int] = []  # of the round's rows
         depths = [0 if parent == ROOT else self._depths[parent] + 1 for parent in parents]
         self._depths += depths
-        rows = [min(depth, len(self._logits) - 1) for depth in depths]
-        self.hidden = self._hidden[rows]
-        return self._logits[rows]
+        row_indices = [min(depth, len(self._logits) - 1) for depth in depths]
+        self.hidden = self._hidden[row_indices]
+        return self._logits[row_indices]
 
     def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         self.model.commit(rows, tokens)

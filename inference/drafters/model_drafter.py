@@ -51,9 +51,9 @@ class ModelDrafter(Drafter):
     def draft(self, root: Tensor, limit: int) -> DraftTree:
         self._source.begin_round()
         if self.copies is not None:
-            copied = self.copies.draft(root, self.structure.steps(limit))  # no deeper than the model drafts
-            if len(copied):
-                return copied
+            copied_tree = self.copies.draft(root, self.structure.steps(limit))  # no deeper than the model drafts
+            if len(copied_tree):
+                return copied_tree
         if self.allowance is not None and not self.allowance.opens_round(self.structure.rule.gain()):
             return DraftTree(root[:0], (), ())
         return self._source.with_ids(self.structure.draft(self._source, root, limit))
@@ -64,13 +64,13 @@ class ModelDrafter(Drafter):
         self.model.commit(rows, tokens)
         if self.copies is not None:
             self.copies.commit(tree, nodes, tokens)
-        fed = self._source.fed
-        if len(tree) and not fed:  # it was copied
+        pass_sizes = self._source.fed
+        if len(tree) and not pass_sizes:  # it was copied
             return
-        if fed or self.allowance is None:
+        if pass_sizes or self.allowance is None:
             self.structure.observe(tree, nodes)
         if self.allowance is not None:
-            self.allowance.observe(fed, len(tree), len(nodes) + 1)
+            self.allowance.observe(pass_sizes, len(tree), len(nodes) + 1)
 
 
 class TimedModel:
@@ -105,32 +105,32 @@ class TimedModel:
 
     def laps(self) -> list[tuple[int, float]]:
         """The rows of every pass of this round, and the seconds from it to the next one, or until now."""
-        times = itertools.pairwise([*self._starts, self._watch.seconds])
-        return [(rows, end - start) for rows, (start, end) in zip(self.fed, times, strict=True)]
+        pass_spans = itertools.pairwise([*self._starts, self._watch.seconds])
+        return [(row_count, end - start) for row_count, (start, end) in zip(self.fed, pass_spans, strict=True)]
 
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
         if self._ids is not None and self.fed:  # the root, fed first, is a token id
             tokens = self._ids[tokens]
         if self._selector.reads_context:
             for index, parent in enumerate(parents):  # the root, without a parent, is the text's last token
-                before = self._contexts[parent] if parent >= 0 else self._selector.text[:-1]
-                self._contexts.append(torch.cat([before, tokens[index : index + 1]]))
+                parent_context = self._contexts[parent] if parent >= 0 else self._selector.text[:-1]
+                self._contexts.append(torch.cat([parent_context, tokens[index : index + 1]]))
         self.fed.append(len(tokens))
-        running = self._watch.begin("draft")
+        previous_part = self._watch.begin("draft")
         self._starts.append(self._watch.seconds)
-        logits, predicted = self._draft_model.extend(tokens, parents), self._draft_model.predicted
-        if predicted is not None and self._ids is None:
-            logits = spread_logits(logits, predicted, self._vocabulary)
-        self._watch.begin(running)
+        logits, draft_vocab = self._draft_model.extend(tokens, parents), self._draft_model.predicted
+        if draft_vocab is not None and self._ids is None:
+            logits = spread_logits(logits, draft_vocab, self._vocabulary)
+        self._watch.begin(previous_part)
         return logits
 
     def with_ids(self, tree: DraftTree) -> DraftTree:
         """`tree`, which was drafted with this source, with token ids and with q over the target's vocabulary."""
-        ids = self._ids
-        if ids is None:
+        id_map = self._ids
+        if id_map is None:
             return replace(tree, source="model")
-        q = {node: row.new_zeros(self._vocabulary).index_copy_(0, ids, row) for node, row in tree.q.items()}  # [V]
-        return replace(tree, tokens=ids[tree.tokens], q=q, source="model")
+        q = {node: row.new_zeros(self._vocabulary).index_copy_(0, id_map, row) for node, row in tree.q.items()}  # [V]
+        return replace(tree, tokens=id_map[tree.tokens], q=q, source="model")
 
     def _probabilities(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
         contexts = [self._contexts[row] for row in rows] if self._selector.reads_context else None

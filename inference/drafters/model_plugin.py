@@ -36,15 +36,15 @@ def without_calibration(model: Model | Calibrated[Model]) -> Model:
     return model.drafter if isinstance(model, Calibrated) else model
 
 
-def head_identity(kind: Kind, where: str | None) -> str | None:
-    """A short hash of the metadata of the calibration head of the drafter in `where`; None without a head."""
-    if where is None or kind.calibration is None:
+def head_identity(kind: Kind, drafter_path: str | None) -> str | None:
+    """A short hash of the metadata of the calibration head of the drafter in `drafter_path`; None without a head."""
+    if drafter_path is None or kind.calibration is None:
         return None
-    metadata = Path(where) / kind.calibration / META_FILE
-    return hashlib.sha256(metadata.read_bytes()).hexdigest()[:16] if metadata.is_file() else None
+    metadata_path = Path(drafter_path) / kind.calibration / META_FILE
+    return hashlib.sha256(metadata_path.read_bytes()).hexdigest()[:16] if metadata_path.is_file() else None
 
 
-def copies_of(method: MethodConfig, structure: Structure, tuning: Tuning | None = None) -> Drafter | None:
+def make_prompt_lookup(method: MethodConfig, structure: Structure, tuning: Tuning | None = None) -> Drafter | None:
     """The drafter that copies from the text before a drafter of `method` is asked; None if `copy` is no n-gram length.
 
     It drafts as many tokens as the costs in `tuning` make worthwhile; without `tuning` as many as `structure` allows.
@@ -69,9 +69,9 @@ class ModelDrafterPlugin(DrafterPlugin[Model]):
     ) -> Drafter:
         head = model.head if isinstance(model, Calibrated) else None
         structure = make_structure(method, streams, drawn, head, tuning)
-        drafting = self.draft_model(without_calibration(model), method)
+        draft_model = self.draft_model(without_calibration(model), method)
         allowance = None if tuning is None else tuning.allowance()
-        return ModelDrafter(drafting, structure, allowance, copies_of(method, structure, tuning))
+        return ModelDrafter(draft_model, structure, allowance, make_prompt_lookup(method, structure, tuning))
 
 
 class TrainedDrafterPlugin(ModelDrafterPlugin[Model]):
@@ -93,8 +93,8 @@ class TrainedDrafterPlugin(ModelDrafterPlugin[Model]):
     ) -> Model:
         if not self.asks_head(methods):
             return self.load_drafter(where, target, **options)
-        identity, folder = target.identity if target.is_seen else None, self.kind.calibration or ""
-        head = load_calibration(where, self.digest(where), options["device"], identity, folder=folder)
+        target_identity, head_folder = target.identity if target.is_seen else None, self.kind.calibration or ""
+        head = load_calibration(where, self.digest(where), options["device"], target_identity, folder=head_folder)
         return cast("Model", Calibrated(self.load_drafter(where, target, **options), head))  # weights last
 
     def asks_head(self, methods: Mapping[str, MethodConfig]) -> bool:
@@ -102,9 +102,9 @@ class TrainedDrafterPlugin(ModelDrafterPlugin[Model]):
         return any(method.source == self.kind.name and method.stop.needs_head for method in methods.values())
 
     def identity(self, where: str | None) -> dict[str, object]:
-        weights = None if where is None else model_identity(open_tensors(where))
+        weights_identity = None if where is None else model_identity(open_tensors(where))
         name = self.kind.name
-        return {name: weights, f"{name}_calibration": head_identity(self.kind, where)}
+        return {name: weights_identity, f"{name}_calibration": head_identity(self.kind, where)}
 
     def digest(self, where: str) -> str:
         return drafter_digest(open_tensors(where))

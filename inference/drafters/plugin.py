@@ -45,16 +45,16 @@ class TrainingRecord:
         """The facts in a JSON record, whose settings are at its top or in its `settings`."""
         seconds, settings = record.get("training_seconds"), record.get("settings", record)
         settings = settings if isinstance(settings, Mapping) else {}
-        duration, data = float(seconds) if isinstance(seconds, int | float) else None, settings.get("data")
-        return cls(duration, data if isinstance(data, dict) else None, settings=settings)
+        train_seconds, data_config = float(seconds) if isinstance(seconds, int | float) else None, settings.get("data")
+        return cls(train_seconds, data_config if isinstance(data_config, dict) else None, settings=settings)
 
 
-def read_record(where: str, file: str) -> dict[str, object]:
-    """The training record in `file` of the model in `where`; empty if there is none: it was trained elsewhere.
+def read_record(model_dir: str, file_name: str) -> dict[str, object]:
+    """The training record in `file_name` of the model in `model_dir`; empty if there is none: it was trained elsewhere.
 
     Raises `UserError` where it cannot be read.
     """
-    path = Path(where) / file
+    path = Path(model_dir) / file_name
     return read_mapping(path, "record of a training", "remove it, or restore it") if path.is_file() else {}
 
 
@@ -106,8 +106,8 @@ class DrafterPlugin(ABC, Generic[Model]):
         """Whether another trainer wrote this checkpoint, so that its config may be misinterpreted."""
         return False
 
-    def require_fits(self, method: MethodConfig, layers: int) -> None:
-        """Raise `UserError` if `method` does not fit a target of `layers` layers; called if `Kind.layers`."""
+    def require_fits(self, method: MethodConfig, layer_count: int) -> None:
+        """Raise `UserError` if `method` does not fit a target of `layer_count` layers; called if `Kind.layers`."""
         return
 
     def causal_lms(self, model: Model) -> list[Target]:

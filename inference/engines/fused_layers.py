@@ -91,8 +91,8 @@ class FusedLayer(nn.Module):
         self.gates_by_silu = not self.is_opt and isinstance(self.activation, SILU)
         if hasattr(attention, "q_norm"):
             self.head_eps = attention.q_norm.variance_epsilon
-            query, key = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
-            head_scale = torch.stack([query] * self.heads + [key] * (self.rotated - self.heads))
+            query_scale, key_scale = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
+            head_scale = torch.stack([query_scale] * self.heads + [key_scale] * (self.rotated - self.heads))
         self.register_buffer("signs", signs, persistent=False)
         self.register_buffer("head_scale", head_scale, persistent=False)
         self.at_once: LayersAtOnce | None = None  # of this layer alone, if it is not in a stack
@@ -128,20 +128,20 @@ class FusedLayer(nn.Module):
         past_key_values: LayerCache | None,
     ) -> Tensor:  # fmt: skip
         """`forward` by separate operations."""
-        batch, queries, _ = hidden.shape
+        batch, query_count, _ = hidden.shape
         if self.gates_by_silu and isinstance(past_key_values, KVCache) and past_key_values.fixed is not None:
             kernels = triton_kernels(hidden.device, hidden.dtype)
             if kernels is not None:
                 return self._in_few_launches(kernels, hidden, attention_mask, position_embeddings, past_key_values)
         attention_norm, qkv, out, mlp_norm, up, activation, down = self._parts
-        heads = qkv(attention_norm(hidden)).view(batch, queries, -1, self.head_dim)
-        rotated = self._rotate(heads[:, :, : self.rotated], position_embeddings)
+        qkv_heads = qkv(attention_norm(hidden)).view(batch, query_count, -1, self.head_dim)
+        rotated = self._rotate(qkv_heads[:, :, : self.rotated], position_embeddings)
         query, key = rotated[:, :, : self.heads].transpose(1, 2), rotated[:, :, self.heads :].transpose(1, 2)
-        value = heads[:, :, self.rotated :].transpose(1, 2)
+        value = qkv_heads[:, :, self.rotated :].transpose(1, 2)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         mixed, _ = grouped_attention(self, query, key, value, attention_mask, scaling=self.head_dim**-0.5)
-        hidden = hidden + out(mixed.reshape(batch, queries, -1))
+        hidden = hidden + out(mixed.reshape(batch, query_count, -1))
         mlp_hidden = up(mlp_norm(hidden))
         if self.is_opt:
             mlp_hidden = activation(mlp_hidden)
@@ -156,17 +156,17 @@ class FusedLayer(nn.Module):
     ) -> Tensor:  # fmt: skip
         """`forward` of a fixed-shape pass on a GPU, by `inference.engines.graphs.triton_kernels`."""
         assert cache.fixed is not None
-        queries, (slots, seen) = hidden.shape[1], cache.fixed
-        first, second = self.attention_norm, self.mlp_norm
+        query_count, (slots, key_count) = hidden.shape[1], cache.fixed
+        attn_norm, mlp_norm = self.attention_norm, self.mlp_norm
         hidden = hidden.contiguous()
-        heads = self.qkv(kernels.norm(hidden, first.weight, first.eps)).view(1, queries, -1, self.head_dim)
+        heads = self.qkv(kernels.norm(hidden, attn_norm.weight, attn_norm.eps)).view(1, query_count, -1, self.head_dim)
         key, value = heads[:, :, self.heads : self.rotated], heads[:, :, self.rotated :]
         keys, values = cache.views(key.transpose(1, 2), value.transpose(1, 2), self.layer_idx)
         query = kernels.rotate_and_store(heads, rotary, self.head_scale, self.head_eps, slots, keys, values)
-        operands = (query, keys[:, :, :seen], values[:, :, :seen], mask)
+        operands = (query, keys[:, :, :key_count], values[:, :, :key_count], mask)
         mixed, _ = grouped_attention(self, *operands, scaling=self.head_dim**-0.5)
-        added = self.out(mixed.reshape(1, queries, -1))
-        hidden, normed = kernels.add_and_norm(hidden, added, second.weight, second.eps)
+        attention_out = self.out(mixed.reshape(1, query_count, -1))
+        hidden, normed = kernels.add_and_norm(hidden, attention_out, mlp_norm.weight, mlp_norm.eps)
         return hidden + self.down(kernels.gate(self.up(normed)))
 
     def _rotate(self, heads: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -185,14 +185,14 @@ def join_linears(linears: Sequence[Linear]) -> Linear:
     if coded:
         like = coded[0].like
         return CodedLinear([part for linear in coded for part in linear.parts], _join_biases(coded, like), like.dtype)
-    codes = [linear for linear in linears if isinstance(linear, Int8Linear)]
-    return _join_int8(codes) if codes else _join_floats([x for x in linears if isinstance(x, nn.Linear)])
+    int8_linears = [linear for linear in linears if isinstance(linear, Int8Linear)]
+    return _join_int8(int8_linears) if int8_linears else _join_floats([x for x in linears if isinstance(x, nn.Linear)])
 
 
 def _join_int8(linears: Sequence[Int8Linear]) -> Int8Linear:
-    sizes = [linear.out_features for linear in linears]
+    out_sizes = [linear.out_features for linear in linears]
     codes, scale = torch.cat([linear.codes for linear in linears]), torch.cat([linear.scale for linear in linears])
-    for linear, own_codes, own_scale in zip(linears, codes.split(sizes), scale.split(sizes), strict=True):
+    for linear, own_codes, own_scale in zip(linears, codes.split(out_sizes), scale.split(out_sizes), strict=True):
         linear.codes, linear.scale = own_codes, own_scale
     return Int8Linear(codes, scale, _join_biases(linears, scale))
 
@@ -206,10 +206,10 @@ def _join_biases(linears: Sequence[Linear], like: Tensor) -> Tensor | None:
 
 
 def _join_floats(linears: Sequence[nn.Linear]) -> nn.Linear:
-    sizes = [linear.out_features for linear in linears]
+    out_sizes = [linear.out_features for linear in linears]
     weight = torch.cat([linear.weight.detach() for linear in linears])
-    for linear, part in zip(linears, weight.split(sizes), strict=True):
-        linear.weight = nn.Parameter(part, requires_grad=False)
+    for linear, weight_part in zip(linears, weight.split(out_sizes), strict=True):
+        linear.weight = nn.Parameter(weight_part, requires_grad=False)
     return frozen_linear(weight, _join_biases(linears, weight))
 
 

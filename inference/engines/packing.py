@@ -18,7 +18,7 @@ from outrider.draft_models.targets.coded import CodedEmbedding, CodedLinear, as_
 from outrider.draft_models.targets.int8 import Int8Linear, Linear, apply_scale
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.inference.engines.cpu.at_once import (
-    COLD,
+    COLD_BYTES,
     ONE_BY_ONE,
     REPEATS,
     LayersAtOnce,
@@ -98,30 +98,30 @@ LAYOUTS: dict[str, Callable[[Linear], nn.Module]] = {
 }
 
 
-def pack_linears(module: nn.Module, choose: Choose = lambda _: "blocked") -> None:
+def pack_linears(module: nn.Module, pick_layout: Choose = lambda _: "blocked") -> None:
     """Replace `nn.Linear`s and `Int8Linear`s inside `module` by layers with another layout, for inference.
 
     choose: layers of one shape → the name of one of the `LAYOUTS`. The plain weights of replaced layers are freed.
     Another module that shares a submodule gets its new layers too.
     """
     # Subclasses have another forward: a router of experts returns their choice.
-    linears: dict[int, Linear] = {
+    unpacked_by_id: dict[int, Linear] = {
         id(child): child
         for child in module.modules()
         if type(child) is nn.Linear or isinstance(child, Int8Linear | CodedLinear)
     }
-    by_shape: dict[tuple[object, ...], list[Linear]] = {}
-    for linear in linears.values():
+    linears_by_shape: dict[tuple[object, ...], list[Linear]] = {}
+    for linear in unpacked_by_id.values():
         shape = (type(linear), linear.out_features, linear.in_features, linear.bias is None)
-        by_shape.setdefault(shape, []).append(linear)
-    laid_out: dict[int, nn.Module] = {}
-    for of_one_shape in by_shape.values():
-        convert = LAYOUTS[choose(of_one_shape)]
-        laid_out |= {id(linear): convert(linear) for linear in of_one_shape}
+        linears_by_shape.setdefault(shape, []).append(linear)
+    replacement_by_id: dict[int, nn.Module] = {}
+    for shape_linears in linears_by_shape.values():
+        make_layer = LAYOUTS[pick_layout(shape_linears)]
+        replacement_by_id |= {id(linear): make_layer(linear) for linear in shape_linears}
     for parent in list(module.modules()):
         for name, child in parent.named_children():
-            if id(child) in laid_out:
-                setattr(parent, name, laid_out[id(child)])
+            if id(child) in replacement_by_id:
+                setattr(parent, name, replacement_by_id[id(child)])
 
 
 def pack_codes(model: nn.Module) -> None:
@@ -140,14 +140,14 @@ def compare_panels(linear: CodedLinear) -> None:
 
     They are compared in float32, and in the layer's dtype, in which other instructions may multiply.
     """
-    for part in linear.parts:
-        x = torch.randn(1, part.inputs, generator=torch.Generator().manual_seed(part.inputs))
-        inputs = [x, x.to(linear.like.dtype)]
-        expected = CodedLinear([part], None, torch.float32)(torch.cat([as_multiplied(x) for x in inputs]))
-        for x, outputs in zip(inputs, expected, strict=True):
-            layer = CodedLinear([part], None, x.dtype)
-            rounding = CODES_ROUND * outputs.std() + (x.dtype == torch.bfloat16) * BFLOAT16_ROUNDS * outputs.abs()
-            if not fits_panels(layer) or ((PanelLinear(layer)(x)[0] - outputs).abs() < rounding).all():
+    for coded_rows in linear.parts:
+        x = torch.randn(1, coded_rows.inputs, generator=torch.Generator().manual_seed(coded_rows.inputs))
+        dtype_inputs = [x, x.to(linear.like.dtype)]
+        expected = CodedLinear([coded_rows], None, torch.float32)(torch.cat([as_multiplied(x) for x in dtype_inputs]))
+        for x, outputs in zip(dtype_inputs, expected, strict=True):
+            layer = CodedLinear([coded_rows], None, x.dtype)
+            tolerance = CODES_ROUND * outputs.std() + (x.dtype == torch.bfloat16) * BFLOAT16_ROUNDS * outputs.abs()
+            if not fits_panels(layer) or ((PanelLinear(layer)(x)[0] - outputs).abs() < tolerance).all():
                 continue
             raise UserError(
                 "the target's codes, as they were laid out, are other weights than those that its file stores: the "
@@ -176,12 +176,12 @@ def choose_layout(linears: Sequence[Linear], device: torch.device, *, panels: bo
 @torch.inference_mode()
 def find_fastest_layout(
     linears: Sequence[Linear],
-    layouts: Sequence[str],
+    layout_names: Sequence[str],
     clock: Callable[[], float] = time.perf_counter,
     *,
     small: int = SMALL,
 ) -> str:
-    """Measure which of `layouts` is fastest for layers of one shape, over passes of `TIMED_ROWS` rows.
+    """Measure which of `layout_names` is fastest for layers of one shape, over passes of `TIMED_ROWS` rows.
 
     layouts: names of `LAYOUTS`. small: layers of fewer bytes of weights are not measured.
 
@@ -194,30 +194,30 @@ def find_fastest_layout(
     nbytes = first.out_features * first.in_features * dtype.itemsize  # int8 codes as floats: some layouts store them so
     if nbytes < small:
         return "blocked"
-    count = math.ceil(COLD / nbytes)
-    sample = list(linears[:count])
-    sample += [copy.deepcopy(sample[index % len(sample)]) for index in range(len(sample), min(count, FEWEST))]
-    by_layout = {name: [LAYOUTS[name](linear) for linear in sample] for name in layouts}
-    logarithms: dict[str, float] = dict.fromkeys(by_layout, 0.0)
-    for rows in TIMED_ROWS:
-        x = torch.ones(rows, first.in_features, dtype=dtype)
-        for name, seconds in _time_in_turn(by_layout, x, clock).items():
-            logarithms[name] += math.log(statistics.median(seconds))
-    return min(logarithms, key=lambda name: logarithms[name])
+    layer_count = math.ceil(COLD_BYTES / nbytes)
+    layers = list(linears[:layer_count])
+    layers += [copy.deepcopy(layers[index % len(layers)]) for index in range(len(layers), min(layer_count, FEWEST))]
+    layers_by_layout = {name: [LAYOUTS[name](linear) for linear in layers] for name in layout_names}
+    log_sum_by_layout: dict[str, float] = dict.fromkeys(layers_by_layout, 0.0)
+    for row_count in TIMED_ROWS:
+        x = torch.ones(row_count, first.in_features, dtype=dtype)
+        for name, repeat_seconds in _time_in_turn(layers_by_layout, x, clock).items():
+            log_sum_by_layout[name] += math.log(statistics.median(repeat_seconds))
+    return min(log_sum_by_layout, key=lambda name: log_sum_by_layout[name])
 
 
 def _time_in_turn(
-    by_layout: Mapping[str, Sequence[nn.Module]], x: Tensor, clock: Callable[[], float]
+    layers_by_layout: Mapping[str, Sequence[nn.Module]], x: Tensor, clock: Callable[[], float]
 ) -> dict[str, list[float]]:
     """The seconds that all layers of a layout take for x [rows, in], `REPEATS` times after a warm-up, by layout."""
-    seconds: dict[str, list[float]] = {name: [] for name in by_layout}
+    seconds_by_layout: dict[str, list[float]] = {name: [] for name in layers_by_layout}
     for _ in range(1 + REPEATS):
-        for name, layers in by_layout.items():
+        for name, layers in layers_by_layout.items():
             started = clock()
             for layer in layers:
                 layer(x)
-            seconds[name].append(clock() - started)
-    return {name: times[1:] for name, times in seconds.items()}
+            seconds_by_layout[name].append(clock() - started)
+    return {name: layout_seconds[1:] for name, layout_seconds in seconds_by_layout.items()}
 
 
 def lay_out(model: nn.Module, device: torch.device) -> None:
@@ -228,26 +228,26 @@ def lay_out(model: nn.Module, device: torch.device) -> None:
     fuse_layers(model)
     if isinstance(model, LayerStack) and model.draft_vocabulary is not None and isinstance(model.head, nn.Linear):
         weight, bias = model.head.weight.detach(), model.head.bias
-        count = len(model.draft_vocabulary.tokens)  # the last output is never proposed
-        model.head = frozen_linear(weight[:count], None if bias is None else bias.detach()[:count])
-    together = run_at_once(model)
+        token_count = len(model.draft_vocabulary.tokens)  # the last output is never proposed
+        model.head = frozen_linear(weight[:token_count], None if bias is None else bias.detach()[:token_count])
+    holders_and_layers = run_at_once(model)
     if device.type != "cpu":
         return
-    of_layers = {id(linear) for _, layers in together for layer in layers for linear in layer.products}
+    layer_linear_ids = {id(linear) for _, layers in holders_and_layers for layer in layers for linear in layer.products}
 
     def layout(linears: Sequence[Linear]) -> str:
-        return choose_layout(linears, device, panels=id(linears[0]) not in of_layers)
+        return choose_layout(linears, device, panels=id(linears[0]) not in layer_linear_ids)
 
     # First the products of layers, whose speed one by one decides whether these layers run at once.
-    pack_linears(model, lambda linears: layout(linears) if id(linears[0]) in of_layers else "plain")
+    pack_linears(model, lambda linears: layout(linears) if id(linears[0]) in layer_linear_ids else "plain")
     _bind(model)
-    for holder, layers in together:
-        if holder.at_once.choose_way(layers) == ONE_BY_ONE:
+    for holder, layers in holders_and_layers:
+        if isinstance(holder.at_once, LayersAtOnce) and holder.at_once.choose_way(layers) == ONE_BY_ONE:
             holder.at_once = None  # frees its copy of the weights
     # If the layers compute a row bit for bit independently of other rows, the head must do so, too.
     if isinstance(model, LayerStack) and model.at_once is not None and fits_panels(model.head):
         model.head = PanelLinear(model.head)
-    pack_linears(model, lambda linears: "plain" if id(linears[0]) in of_layers else layout(linears))
+    pack_linears(model, lambda linears: "plain" if id(linears[0]) in layer_linear_ids else layout(linears))
     _bind(model)
 
 
@@ -265,21 +265,21 @@ def multiply_by_codes(stack: LayerStack) -> None:
         _bind(stack)
 
 
-def run_at_once(model: nn.Module) -> list[tuple[Any, list[FusedLayer]]]:
+def run_at_once(model: nn.Module) -> list[tuple[LayerStack | FusedLayer, list[FusedLayer]]]:
     """Let the layers of `model` run at once if they can: a stack's together, others individually.
 
     Returns the new holders, a stack or a layer, each with the layers that it runs at once. Earlier holders are left
     out, because their weights may have another layout by now.
     """
     fused = [module for module in model.modules() if isinstance(module, FusedLayer)]
-    together: list[tuple[Any, list[FusedLayer]]] = [(layer, [layer]) for layer in fused]
+    holders_and_layers: list[tuple[LayerStack | FusedLayer, list[FusedLayer]]] = [(layer, [layer]) for layer in fused]
     if isinstance(model, LayerStack):
-        alike = len(set(model.windows)) == 1 and len({call.table for call in model.spec.calls}) == 1
-        together = [(model, fused)] if alike and len(fused) == len(model.layers) else []
-    together = [(holder, layers) for holder, layers in together if holder.at_once is None]
-    for holder, layers in together:
+        layers_are_alike = len(set(model.windows)) == 1 and len({call.table for call in model.spec.calls}) == 1
+        holders_and_layers = [(model, fused)] if layers_are_alike and len(fused) == len(model.layers) else []
+    holders_and_layers = [(holder, layers) for holder, layers in holders_and_layers if holder.at_once is None]
+    for holder, layers in holders_and_layers:
         holder.at_once = LayersAtOnce.of(layers)
-    return [(holder, layers) for holder, layers in together if holder.at_once is not None]
+    return [(holder, layers) for holder, layers in holders_and_layers if holder.at_once is not None]
 
 
 def _bind(model: nn.Module) -> None:

@@ -57,8 +57,8 @@ def evaluate_in_engine(config: EngineConfig, prompts: Sequence[Prompt]) -> None:
         plan.drafters.clear()
         gc.collect()
         torch.cuda.empty_cache()
-        wrong = write_report(plan, prepared, serve_methods(config, plan), ("outrider", "measure-engine"))
-    end_evaluation(plan, wrong)
+        lossy_methods = write_report(plan, prepared, serve_methods(config, plan), ("outrider", "measure-engine"))
+    end_evaluation(plan, lossy_methods)
 
 
 @dataclass(frozen=True)
@@ -76,36 +76,36 @@ def serve_methods(config: EngineConfig, plan: EvaluationPlan) -> dict[str, Engin
 
     Raises `UserError`.
     """
-    here = {m.position: m.turns[0] for m in finished_results(plan.out_dir, config.batch) if m.turns}
-    engine_blocks.require_served(config, plan.setup, len(here))  # minutes= may have left prompts out
+    results = {m.position: m.turns[0] for m in finished_results(plan.out_dir, config.batch) if m.turns}
+    engine_blocks.require_served(config, plan.setup, len(results))  # minutes= may have left prompts out
     methods = engine_blocks.served_methods(config)
-    blocks = engine_blocks.measure_served(config, plan.setup, methods, plan.rendered, sorted(here), plan.out_dir)
-    texts = {position: result.generations[result.reference].tokens for position, result in here.items()}
-    served = ServedBlocks(blocks, here, None if config.sampling.temperature > 0 else texts)
+    blocks = engine_blocks.measure_served(config, plan.setup, methods, plan.rendered, sorted(results), plan.out_dir)
+    reference_texts = {position: result.generations[result.reference].tokens for position, result in results.items()}
+    served = ServedBlocks(blocks, results, None if config.sampling.temperature > 0 else reference_texts)
     judgements, streams = judge_served(config, plan.setup, served, plan.out_dir), Streams(config.seed).within("served")
-    parts = {}
+    part_by_method = {}
     for name, method in methods.items():
-        runs = (_collect_run(config, plan.setup, served, name, method, requests) for requests in config.concurrency)
-        rows = tuple(served_row(run, streams.within(name, run.concurrency)) for run in runs)
-        if (judged := judgements.get(name, {}).get(DRAFTED)) and judged.faults:
-            rows = tuple(replace(row, verdict=NOT_LOSSLESS) for row in rows)
-        parts[name] = EnginePart(rows, judgements.get(name))
-    return parts
+        runs = (_collect_run(config, plan.setup, served, name, method, n_requests) for n_requests in config.concurrency)
+        served_rows = tuple(served_row(run, streams.within(name, run.concurrency)) for run in runs)
+        if (judgement := judgements.get(name, {}).get(DRAFTED)) and judgement.faults:
+            served_rows = tuple(replace(row, verdict=NOT_LOSSLESS) for row in served_rows)
+        part_by_method[name] = EnginePart(served_rows, judgements.get(name))
+    return part_by_method
 
 
 def _collect_run(
     config: EngineConfig, setup: TargetSetup, served: ServedBlocks, name: str, method: MethodConfig, concurrency: int
 ) -> EngineRun:
     """What the engine did with a method, `concurrency` requests at a time, beside this runtime's results."""
-    texts = served.references
+    reference_texts = served.references
     blocks = [block for block in served.blocks if (block.key.method, block.key.concurrency) == (name, concurrency)]
     results = [result for block in blocks for result in block.results]
-    here = [served.here[_position(result)].generations[name] for result in results]
+    local_outputs = [served.here[_position(result)].generations[name] for result in results]
     if KINDS[method.source].vllm_method == "custom_class":  # our table in vLLM: it drafts chains there, but trees here
-        vocabulary = setup.target.vocabulary_digest, setup.target.vocabulary_size
-        table = open_table(str(config.where(KINDS[method.source])), *vocabulary)
-        texts_here = ((result.prompt, result.generations[result.reference].tokens) for result in results)
-        here = [replay_chains(table, prompt, text, draft_length(method)) for prompt, text in texts_here]
+        digest_and_size = setup.target.vocabulary_digest, setup.target.vocabulary_size
+        table = open_table(str(config.where(KINDS[method.source])), *digest_and_size)
+        prompt_text_pairs = ((result.prompt, result.generations[result.reference].tokens) for result in results)
+        local_outputs = [replay_chains(table, prompt, text, draft_length(method)) for prompt, text in prompt_text_pairs]
     return EngineRun(
         engine=" and ".join(sorted({block.version for block in blocks})),
         options=config.engine_options,
@@ -113,8 +113,8 @@ def _collect_run(
         method=name,
         drafted=draft_length(method),
         results=results,
-        here=here,
-        references=None if texts is None else [texts[_position(result)] for result in results],
+        here=local_outputs,
+        references=None if reference_texts is None else [reference_texts[_position(result)] for result in results],
         totals={arm: sum(block.seconds[arm] for block in blocks) for arm in blocks[0].seconds},
         load=judge_load((), (block.load for block in blocks), os.cpu_count() or 1),
         counts=[(block.counts, len(block.results)) for block in blocks],
@@ -131,32 +131,32 @@ def judge_served(
 ) -> dict[str, dict[str, ServedJudgement]]:
     """By method and arm, the audit of the engine's texts that differ from the references; empty if none differs."""
     judgements: dict[str, dict[str, ServedJudgement]] = {}
-    by_arm = differing_answers(served, engine_blocks.resolve_sampling(config, setup))
-    if not by_arm:
+    answers_by_arm = differing_answers(served, engine_blocks.resolve_sampling(config, setup))
+    if not answers_by_arm:
         return judgements
     model = load_reference(setup.target, setup.dtype, setup.device)
     keys = ("prompt_ids", "output_ids", "retokenised", *SamplingConfig.__dataclass_fields__)
-    for (method, arm), answers in by_arm.items():
-        name, by_line = (
+    for (method, arm), answers in answers_by_arm.items():
+        path, by_line = (
             f"{engine_blocks.FOLDER}/{method}-{arm}.jsonl",
             dict(enumerate(answers, 1)),
         )  # to be audited again
-        write_atomically(out / name, as_json_lines({key: getattr(answer, key) for key in keys} for answer in answers))
+        write_atomically(out / path, as_json_lines({key: getattr(answer, key) for key in keys} for answer in answers))
         finding = judge_arm(score_answers(model, by_line, Streams(config.seed), simulate=False), by_line, LEVEL)
-        judgement = ServedJudgement(len(answers), name, finding.verdict, finding.faults)
+        judgement = ServedJudgement(len(answers), path, finding.verdict, finding.faults)
         judgements.setdefault(method, {})[arm] = judgement
     return judgements
 
 
 def differing_answers(served: ServedBlocks, sampling: SamplingConfig) -> dict[tuple[str, str], list[ServedAnswer]]:
     """By (method, arm), the engine's texts that are not the references', each once; not those with unknown ids."""
-    answers: dict[tuple[str, str], dict[tuple[tuple[int, ...], ...], ServedAnswer]] = {}
+    answers_by_arm: dict[tuple[str, str], dict[tuple[tuple[int, ...], ...], ServedAnswer]] = {}
     for method, result in ((block.key.method, result) for block in served.blocks for result in block.results):
         for name, output in result.generations.items():
-            prompt, text, arm = result.prompt, output.tokens, DRAFTED if name == method else PLAIN
-            if text == (served.references or {}).get(_position(result)) or UNREAD in output.totals:
+            prompt, tokens, arm = result.prompt, output.tokens, DRAFTED if name == method else PLAIN
+            if tokens == (served.references or {}).get(_position(result)) or UNREAD in output.totals:
                 continue
             retokenised = RETOKENISED in output.totals  # a key for each flag that holds, see `EngineServer`
-            answer = ServedAnswer(prompt_ids=[*prompt], output_ids=[*text], retokenised=retokenised, **vars(sampling))
-            answers.setdefault((method, arm), {})[prompt, text] = answer
-    return {key: [*by_text.values()] for key, by_text in answers.items()}
+            answer = ServedAnswer(prompt_ids=[*prompt], output_ids=[*tokens], retokenised=retokenised, **vars(sampling))
+            answers_by_arm.setdefault((method, arm), {})[prompt, tokens] = answer
+    return {key: [*by_text.values()] for key, by_text in answers_by_arm.items()}

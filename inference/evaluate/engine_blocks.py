@@ -70,82 +70,82 @@ class Block:
     counts: tuple[int, ...] | None = None
 
 
-def require_served(config: EngineConfig, setup: TargetSetup, prompts: int, processes: int = 1) -> None:
-    """Raise `UserError` if the engine of `config` is not there, or cannot run this target on `prompts` prompts."""
-    most, devices = max(config.concurrency), ("cpu",) if config.engine == "openvino" else ("cpu", "cuda")
-    require(most <= prompts, "concurrency", most, f"at most {prompts}, the number of prompts")
-    require(processes == 1, "engine", config.engine, f"null with {processes} processes: an engine has its own")
-    processors = sorted({*setup.inherited.fields} - {"repetition_penalty"})
-    require(not processors, "generation_config", processors, "none with engine=: the engine has no such processors")
+def require_served(config: EngineConfig, setup: TargetSetup, n_prompts: int, process_count: int = 1) -> None:
+    """Raise `UserError` if the engine of `config` is not there, or cannot run this target on `n_prompts` prompts."""
+    max_requests, devices = max(config.concurrency), ("cpu",) if config.engine == "openvino" else ("cpu", "cuda")
+    require(max_requests <= n_prompts, "concurrency", max_requests, f"at most {n_prompts}, the number of prompts")
+    require(process_count == 1, "engine", config.engine, f"null with {process_count} processes: an engine has its own")
+    field_names = sorted({*setup.inherited.fields} - {"repetition_penalty"})
+    require(not field_names, "generation_config", field_names, "none with engine=: the engine has no such processors")
     if config.engine not in MODULES:
         for method in (None, *(m for m in config.methods.values() if refusal_of(config.engine, m) is None)):
             _open_engine(config, setup, 0, Path(), "", method)
         return
     expected = f"{' or '.join(devices)} with engine={config.engine} (CUDA_VISIBLE_DEVICES chooses a GPU)"
     require(str(setup.device) in devices, "device", str(setup.device), expected)
-    wrapped = setup.target.files.wrapper_prefix
-    require(not wrapped, "target", setup.target.source, f"tensors without {wrapped!r} before their names with engine=")
+    prefix = setup.target.files.wrapper_prefix
+    require(not prefix, "target", setup.target.source, f"tensors without {prefix!r} before their names with engine=")
     require_engine(config.engine, python_in(config.engine_python))
 
 
 def served_methods(config: EngineConfig) -> dict[str, MethodConfig]:
     """The methods that the engine of `config` can run. Prints the others."""
-    reasons = {name: refusal_of(config.engine, method) for name, method in config.methods.items()}
-    for name, reason in reasons.items():
+    refusals = {name: refusal_of(config.engine, method) for name, method in config.methods.items()}
+    for name, reason in refusals.items():
         if reason is not None:
             print(f"engine={config.engine} method={name} runs=no reason={reason!r}", flush=True)
-    return {name: method for name, method in config.methods.items() if reasons[name] is None}
+    return {name: method for name, method in config.methods.items() if refusals[name] is None}
 
 
 def measure_served(
     config: EngineConfig,
     setup: TargetSetup,
     methods: Mapping[str, MethodConfig],
-    rendered: Sequence[Sequence[int]],
-    positions: Sequence[int],
-    out: Path,
+    prompt_tokens: Sequence[Sequence[int]],
+    prompt_indices: Sequence[int],
+    out_dir: Path,
 ) -> list[Block]:
-    """The blocks of `methods` on the prompts `positions`. Raises `UserError`."""
-    folder, file = out / FOLDER, out / FILE
-    by_key = {block.key: block for block in read_lines(file, Block)} if file.exists() else {}
+    """The blocks of `methods` on the prompts `prompt_indices`. Raises `UserError`."""
+    engine_dir, blocks_file = out_dir / FOLDER, out_dir / FILE
+    block_by_key = {block.key: block for block in read_lines(blocks_file, Block)} if blocks_file.exists() else {}
     request = _request_of(config, resolve_sampling(config, setup), setup.eos)
     streams = Streams(config.seed).within("served")
-    begin = partial(_open_engine, config, setup, max(map(len, rendered)) + config.max_new_tokens, folder)
+    open_engine = partial(_open_engine, config, setup, max(map(len, prompt_tokens)) + config.max_new_tokens, engine_dir)
     blocks = []
-    with ExitStack() as open_engines:
+    with ExitStack() as engine_stack:
         plain_engine: Arm | None = None
         for name, method in methods.items():
-            todo = [*block_keys(config, name, positions)]
-            missing = [key for key in todo if key not in by_key]
-            if missing:
-                plain_engine = plain_engine or open_engines.enter_context(begin("plain", None))
-                with begin(name, method) as drafting:
-                    engines = {PLAIN: (plain_engine, 0), DRAFTED: (drafting, draft_length(method))}
+            keys = [*block_keys(config, name, prompt_indices)]
+            missing_keys = [key for key in keys if key not in block_by_key]
+            if missing_keys:
+                plain_engine = plain_engine or engine_stack.enter_context(open_engine("plain", None))
+                with open_engine(name, method) as drafting_engine:
+                    engines = {PLAIN: (plain_engine, 0), DRAFTED: (drafting_engine, draft_length(method))}
                     arms = {arm: (engine, length) for arm, (engine, length) in engines.items() if engine is not None}
-                    for key in track_progress(missing, f"measuring {name} in {config.engine}", "blocks"):
-                        by_key[key] = _measure_block(arms, key, rendered, request, streams)
-                        append_line(file, asdict(by_key[key]))
-            blocks += [by_key[key] for key in todo]
+                    for key in track_progress(missing_keys, f"measuring {name} in {config.engine}", "blocks"):
+                        block_by_key[key] = _measure_block(arms, key, prompt_tokens, request, streams)
+                        append_line(blocks_file, asdict(block_by_key[key]))
+            blocks += [block_by_key[key] for key in keys]
     return blocks
 
 
-def block_keys(config: EngineConfig, method: str, positions: Sequence[int]) -> Iterator[BlockKey]:
+def block_keys(config: EngineConfig, method: str, prompt_indices: Sequence[int]) -> Iterator[BlockKey]:
     """All blocks of a method. A block has at least as many prompts as requests run at a time."""
-    where = config.engine_plain or config.engine_python
-    engine = json.dumps([config.engine, where, config.engine_options], sort_keys=True)
-    for count in config.concurrency:
-        blocks = len(positions) if count == 1 else max(1, len(positions) // (_TURNS * count))
-        edges = [len(positions) * block // blocks for block in range(blocks + 1)]
+    engine_location = config.engine_plain or config.engine_python
+    engine_json = json.dumps([config.engine, engine_location, config.engine_options], sort_keys=True)
+    for concurrency in config.concurrency:
+        block_count = len(prompt_indices) if concurrency == 1 else max(1, len(prompt_indices) // (_TURNS * concurrency))
+        block_edges = [len(prompt_indices) * block_number // block_count for block_number in range(block_count + 1)]
         for repeat in range(config.repeats):
-            for start, end in pairwise(edges):
-                yield BlockKey(engine, method, count, repeat, tuple(positions[start:end]))
+            for start, end in pairwise(block_edges):
+                yield BlockKey(engine_json, method, concurrency, repeat, tuple(prompt_indices[start:end]))
 
 
 def _measure_block(
     arms: Mapping[str, tuple[Arm, int]],
     key: BlockKey,
-    rendered: Sequence[Sequence[int]],
-    shared: Json,
+    prompt_tokens: Sequence[Sequence[int]],
+    shared_fields: Json,
     streams: Streams,
 ) -> Block:
     """Measure one block, by both arms in random order.
@@ -154,34 +154,34 @@ def _measure_block(
     name, the engine and the length of its drafts, 0 for plain decoding. shared: the request's fields that all blocks
     have.
     """
-    count, prompts = key.concurrency, [rendered[position] for position in key.positions]
-    block_streams = streams.within(key.method, count, key.repeat)
-    seeds = [block_streams.number(position, bits=56) for position in key.positions]
-    request = {**shared, "seeds": seeds, "concurrency": count}
-    texts, seconds = dict[str, tuple[Generation, ...]](), dict[str, float]()
+    concurrency, prompts = key.concurrency, [prompt_tokens[prompt_index] for prompt_index in key.positions]
+    block_streams = streams.within(key.method, concurrency, key.repeat)
+    seeds = [block_streams.number(prompt_index, bits=56) for prompt_index in key.positions]
+    request = {**shared_fields, "seeds": seeds, "concurrency": concurrency}
+    outputs, seconds_by_arm = dict[str, tuple[Generation, ...]](), dict[str, float]()
     for arm in block_streams.of("order", *key.positions).sample(sorted(arms), len(arms)):
-        engine, drafted = arms[arm]
-        if engine.warm != count:
-            limit = min(_WARM_UP_TOKENS, request["max_new_tokens"])
-            engine.continue_prompts(prompts, {**request, "max_new_tokens": limit}, drafted)
-            engine.warm = count
-        texts[arm], seconds[arm] = engine.continue_prompts(prompts, request, drafted)
-    by_method = {name: texts[arm] for arm, name in ((PLAIN, AUTOREGRESSIVE), (DRAFTED, key.method)) if arm in arms}
+        engine, draft_len = arms[arm]
+        if engine.warm != concurrency:
+            warm_up_tokens = min(_WARM_UP_TOKENS, request["max_new_tokens"])
+            engine.continue_prompts(prompts, {**request, "max_new_tokens": warm_up_tokens}, draft_len)
+            engine.warm = concurrency
+        outputs[arm], seconds_by_arm[arm] = engine.continue_prompts(prompts, request, draft_len)
+    by_method = {name: outputs[arm] for arm, name in ((PLAIN, AUTOREGRESSIVE), (DRAFTED, key.method)) if arm in arms}
     results = tuple(
         PromptResult(
-            prompt_id=f"{position}/{key.repeat}", category="", prompt=tuple(prompts[i]),
-            generations={name: batch[i] for name, batch in by_method.items()},
-            reference=next(iter(by_method)), conversation=str(position),
+            prompt_id=f"{prompt_index}/{key.repeat}", category="", prompt=tuple(prompts[i]),
+            generations={name: method_texts[i] for name, method_texts in by_method.items()},
+            reference=next(iter(by_method)), conversation=str(prompt_index),
         )
-        for i, position in enumerate(key.positions)
+        for i, prompt_index in enumerate(key.positions)
     )  # fmt: skip
-    return Block(key, arms[DRAFTED][0].version, results, seconds, load_average(), arms[DRAFTED][0].counts)
+    return Block(key, arms[DRAFTED][0].version, results, seconds_by_arm, load_average(), arms[DRAFTED][0].counts)
 
 
 def resolve_sampling(config: EngineConfig, setup: TargetSetup) -> SamplingConfig:
     """How tokens are chosen, the target's own repetition penalty included."""
-    inherited = setup.inherited.fields.get("repetition_penalty")
-    return replace(config.sampling, repetition_penalty=config.sampling.repetition_penalty or inherited)
+    inherited_penalty = setup.inherited.fields.get("repetition_penalty")
+    return replace(config.sampling, repetition_penalty=config.sampling.repetition_penalty or inherited_penalty)
 
 
 def _request_of(config: EngineConfig, sampling: SamplingConfig, eos: Collection[int]) -> Json:
@@ -193,64 +193,64 @@ def _request_of(config: EngineConfig, sampling: SamplingConfig, eos: Collection[
 
 
 def _open_engine(
-    config: EngineConfig, setup: TargetSetup, longest: int, folder: Path, name: str, method: MethodConfig | None
+    config: EngineConfig, setup: TargetSetup, max_tokens: int, engine_dir: Path, name: str, method: MethodConfig | None
 ) -> AbstractContextManager[Arm | None]:
     """An engine, with the drafter of `method` if it is given. None: there is no second server, which does not draft.
 
     longest: tokens of the longest text. folder, name: where the engine's log and the drafter are.
     """
     if config.engine not in MODULES:
-        option, length = ("engine_plain", 0) if method is None else ("engine", draft_length(method))
-        return nullcontext(EngineServer(config, setup, option, length) if getattr(config, option) else None)
-    draft, variables = None, {"CUDA_VISIBLE_DEVICES": ""} if setup.device.type == "cpu" else dict[str, str]()
+        url_option, length = ("engine_plain", 0) if method is None else ("engine", draft_length(method))
+        return nullcontext(EngineServer(config, setup, url_option, length) if getattr(config, url_option) else None)
+    draft, env_vars = None, {"CUDA_VISIBLE_DEVICES": ""} if setup.device.type == "cpu" else dict[str, str]()
     if method is not None:
-        kind, model = KINDS[method.source], _export_drafter(config, setup, method, folder)
-        if model == PROPOSER:
-            variables |= environment(Path(str(config.where(kind))).resolve())
-        where, plugin = config.where(kind), config.plugin(kind)
-        name_in_vllm = (where and plugin.vllm_method(where, setup.target)) or kind.vllm_method
-        draft = {"method": name_in_vllm, "tokens": draft_length(method), "model": model}
+        kind, drafter_model = KINDS[method.source], _export_drafter(config, setup, method, engine_dir)
+        if drafter_model == PROPOSER:
+            env_vars |= environment(Path(str(config.where(kind))).resolve())
+        drafter_path, plugin = config.where(kind), config.plugin(kind)
+        name_in_vllm = (drafter_path and plugin.vllm_method(drafter_path, setup.target)) or kind.vllm_method
+        draft = {"method": name_in_vllm, "tokens": draft_length(method), "model": drafter_model}
         draft["max_ngram"] = method.max_ngram
-    target, revision = _weights_for_engines(setup, folder)
+    target_source, revision = _weights_for_engines(setup, engine_dir)
     job = {
-        "engine": config.engine, "target": target, "revision": revision, "dtype": setup.floats,
-        "device": setup.device.type, "context": min(longest + 64, context_length(setup.config, {})), "draft": draft,
-        "options": config.engine_options, "work": str(folder.resolve()), "most": max(config.concurrency),
+        "engine": config.engine, "target": target_source, "revision": revision, "dtype": setup.floats,
+        "device": setup.device.type, "context": min(max_tokens + 64, context_length(setup.config, {})), "draft": draft,
+        "options": config.engine_options, "work": str(engine_dir.resolve()), "most": max(config.concurrency),
     }  # fmt: skip
-    return start_engine(python_in(config.engine_python), job, folder / f"{name}.log", variables)
+    return start_engine(python_in(config.engine_python), job, engine_dir / f"{name}.log", env_vars)
 
 
-def _weights_for_engines(setup: TargetSetup, folder: Path) -> tuple[str, str | None]:
+def _weights_for_engines(setup: TargetSetup, engine_dir: Path) -> tuple[str, str | None]:
     """(directory or Hub name, revision) of the target as engines load it. Other formats are saved as safetensors."""
     if (original := setup.target.files.original) is None:
         return setup.target.source, setup.target.revision
-    target = folder.resolve() / "target"
-    if not (target / CONFIG_FILE).exists():
-        write_safetensors(original, target, dtype=setup.dtype, remedy="free space")
-    return str(target), None
+    target_dir = engine_dir.resolve() / "target"
+    if not (target_dir / CONFIG_FILE).exists():
+        write_safetensors(original, target_dir, dtype=setup.dtype, remedy="free space")
+    return str(target_dir), None
 
 
-def export_drafters(config: EngineConfig, setup: TargetSetup, out: Path, *, anew: bool = False) -> None:
+def export_drafters(config: EngineConfig, setup: TargetSetup, out_dir: Path, *, anew: bool = False) -> None:
     """Write the drafters that the engine of `config` loads. anew: those that are there are replaced.
 
     Raises `UserError` for one that no engine runs.
     """
-    (out / FOLDER).mkdir(exist_ok=True)
-    for source in {method.source for method in config.methods.values()} if anew else ():
-        shutil.rmtree(out / FOLDER / source, ignore_errors=True)
+    (out_dir / FOLDER).mkdir(exist_ok=True)
+    for kind_name in {method.source for method in config.methods.values()} if anew else ():
+        shutil.rmtree(out_dir / FOLDER / kind_name, ignore_errors=True)
     for method in config.methods.values():
         if config.engine in MODULES and refusal_of(config.engine, method) is None:
-            _export_drafter(config, setup, method, out / FOLDER)
+            _export_drafter(config, setup, method, out_dir / FOLDER)
 
 
-def _export_drafter(config: EngineConfig, setup: TargetSetup, method: MethodConfig, folder: Path) -> str | None:
+def _export_drafter(config: EngineConfig, setup: TargetSetup, method: MethodConfig, engine_dir: Path) -> str | None:
     """What an engine loads to draft by `method`: our module, or the directory of a drafter as engines load it."""
-    kind, path = KINDS[method.source], folder.resolve() / method.source
-    if (where := config.where(kind)) is None or kind.vllm_method == "custom_class":
-        return where and PROPOSER
-    if not path.exists():
-        part = path.with_suffix(".part")  # a stopped run may have left one
-        config.plugin(kind).export(where, setup.target, setup.dtype, part)
-        save_parts(part, setup.tokenizer)
-        part.rename(path)
-    return str(path)
+    kind, export_dir = KINDS[method.source], engine_dir.resolve() / method.source
+    if (drafter_path := config.where(kind)) is None or kind.vllm_method == "custom_class":
+        return drafter_path and PROPOSER
+    if not export_dir.exists():
+        partial_dir = export_dir.with_suffix(".part")  # a stopped run may have left one
+        config.plugin(kind).export(drafter_path, setup.target, setup.dtype, partial_dir)
+        save_parts(partial_dir, setup.tokenizer)
+        partial_dir.rename(export_dir)
+    return str(export_dir)

@@ -51,20 +51,20 @@ class EngineServer:
             target=setup.target.source, server=url, server_model=config.server_model,
             data=DataConfig(), greedy_tokens=0, temperature=config.sampling.temperature,
         )  # fmt: skip
-        sizes, tokenizer = (context_limit(setup.target.config), setup.config.vocab_size), setup.tokenizer
-        self._server = TargetServer(settings, tokenizer, setup.eos, *sizes, checked=False, option=option)
+        model_limits, tokenizer = (context_limit(setup.target.config), setup.config.vocab_size), setup.tokenizer
+        self._server = TargetServer(settings, tokenizer, setup.eos, *model_limits, checked=False, option=option)
         answer, *_, reply = self._server.stream(tokenizer("Hello", add_special_tokens=False)["input_ids"] or [0], 4, 0)
-        owner, fingerprint = self._server.owner, str(reply.get("system_fingerprint") or "")
-        self.version = fingerprint if fingerprint.startswith(owner) else f"{owner} {fingerprint}".strip()
+        owned_by, fingerprint = self._server.owner, str(reply.get("system_fingerprint") or "")
+        self.version = fingerprint if fingerprint.startswith(owned_by) else f"{owned_by} {fingerprint}".strip()
         text, decoded = reply["choices"][0]["text"], tokenizer.decode([*answer.tokens], skip_special_tokens=True)
-        same = text.strip("\ufffd ") == str(decoded).strip("\ufffd ")  # a stream may omit an incomplete character
-        require(same, option, url, f"a server of {setup.target.source}: what it calls {text!r} is {decoded!r} there")
+        is_same = text.strip("\ufffd ") == str(decoded).strip("\ufffd ")  # a stream may omit an incomplete character
+        require(is_same, option, url, f"a server of {setup.target.source}: what it calls {text!r} is {decoded!r} there")
         counters = self._read_counters()
-        length = drafted if counters is None else len(counters.accepted_at)
-        require(length == drafted, option, url, f"a server that drafts {drafted} tokens: this one {length}")
+        server_len = drafted if counters is None else len(counters.accepted_at)
+        require(server_len == drafted, option, url, f"a server that drafts {drafted} tokens: this one {server_len}")
 
     def continue_prompts(
-        self, prompts: Sequence[Sequence[int]], request: Json, drafted: int
+        self, prompts: Sequence[Sequence[int]], request: Json, draft_len: int
     ) -> tuple[tuple[Generation, ...], float]:
         """As `EngineProcess.continue_prompts`. A chunk counts as a round, though it may have several.
 
@@ -72,57 +72,57 @@ class EngineServer:
         """
 
         def ask(prompt: Sequence[int], seed: int) -> Streamed:
-            more = {**({} if request["eos"] else {"ignore_eos": True}), **request["sampling"]}
-            return self._server.stream([*prompt], request["max_new_tokens"], seed % 2**31, **more)
+            extra_fields = {**({} if request["eos"] else {"ignore_eos": True}), **request["sampling"]}
+            return self._server.stream([*prompt], request["max_new_tokens"], seed % 2**31, **extra_fields)
 
         old_counters, started = self._read_counters(), time.perf_counter()
         requests = [partial(ask, prompt, seed) for prompt, seed in zip(prompts, request["seeds"], strict=False)]
         answers = ask_together(requests, request["concurrency"])
-        seconds, texts = time.perf_counter() - started, tuple(_generation(answer, drafted) for answer in answers)
-        self.counts = self._count_rounds(old_counters, [reply for *_, reply in answers], drafted, texts)
+        seconds, texts = time.perf_counter() - started, tuple(_generation(answer, draft_len) for answer in answers)
+        self.counts = self._count_rounds(old_counters, [reply for *_, reply in answers], draft_len, texts)
         return texts, seconds
 
     def _read_counters(self) -> DraftCounters | None:
         """vLLM's counters, from its /metrics; None for other servers."""
         try:
-            text = self._server.client.fetch(
+            metrics = self._server.client.fetch(
                 "/metrics", read=lambda response: b"".join(bounded_parts(response)).decode()
             )
             totals, accepted_at = Counter[str](), Counter[int]()
-            for name, labels, value in _COUNTER.findall(text):
-                if position := re.search(r'position="(\d+)"', labels):
-                    accepted_at[int(position[1])] += int(float(value))
+            for name, labels, value in _COUNTER.findall(metrics):
+                if position_match := re.search(r'position="(\d+)"', labels):
+                    accepted_at[int(position_match[1])] += int(float(value))
                 else:
                     totals[name] += int(float(value))
         except (UserError, ReplyError, ValueError, OverflowError):  # a server need not have that page
             return None
-        return DraftCounters(totals["drafts"], totals["accepted_tokens"], accepted_at) if "vllm:" in text else None
+        return DraftCounters(totals["drafts"], totals["accepted_tokens"], accepted_at) if "vllm:" in metrics else None
 
     def _count_rounds(
-        self, old_counters: DraftCounters | None, replies: Sequence[Json], drafted: int, texts: Sequence[Generation]
+        self, old_counters: DraftCounters | None, replies: Sequence[Json], draft_len: int, texts: Sequence[Generation]
     ) -> tuple[int, ...] | None:
         """`counts` of the replies. Raises `UserError` for counts that contradict the texts."""
-        counters, url = self._read_counters(), self._server.client.url
-        if old_counters is None or counters is None:
+        new_counters, url = self._read_counters(), self._server.client.url
+        if old_counters is None or new_counters is None:
             has_rounds = any(timing.get("draft_n") for reply in replies for _, timing in reply["timings"][:-1])
-            require(drafted > 0 or not has_rounds, self.option, url, "a server without a drafter")
+            require(draft_len > 0 or not has_rounds, self.option, url, "a server without a drafter")
             return None if has_rounds else ()
-        drafts, accepted = counters.drafts - old_counters.drafts, counters.accepted - old_counters.accepted
-        by_depth = [counters.accepted_at[depth] - old_counters.accepted_at[depth] for depth in range(drafted)]
+        drafts, accepted = new_counters.drafts - old_counters.drafts, new_counters.accepted - old_counters.accepted
+        by_depth = [new_counters.accepted_at[depth] - old_counters.accepted_at[depth] for depth in range(draft_len)]
         n = sum(len(text.tokens) - 1 for text in texts)  # without each text's first token, which is in no round
         # A round emits its accepted tokens and one of the target's, so there are n − accepted; vLLM counts only those
-        # with a draft. The last round of a text may be cut off, so vLLM's counts may include `drafted` more tokens.
+        # with a draft. The last round of a text may be cut off, so vLLM's counts may include `draft_len` more tokens.
         counts = (max(drafts, n - accepted), *by_depth)
-        is_sound = sum(by_depth) == accepted and drafts + accepted <= n + drafted * len(texts)
-        falls = list(counts) == sorted(counts, reverse=True) and (drafted > 0 or not accepted)
-        expected = f"counts that {n} tokens in drafts of {drafted} can have, and no other client meanwhile: {counts}"
-        require(is_sound and falls, self.option, url, expected)
+        is_sound = sum(by_depth) == accepted and drafts + accepted <= n + draft_len * len(texts)
+        is_decreasing = list(counts) == sorted(counts, reverse=True) and (draft_len > 0 or not accepted)
+        expected = f"counts that {n} tokens in drafts of {draft_len} can have, and no other client meanwhile: {counts}"
+        require(is_sound and is_decreasing, self.option, url, expected)
         has_rounds = drafts == sum(len(text.rounds) for text in texts) > 0  # a chunk was a round
         return None if has_rounds else counts
 
 
-def _generation(streamed: Streamed, drafted: int) -> Generation:
+def _generation(streamed: Streamed, draft_len: int) -> Generation:
     """The streamed text; its `totals` have 1.0 for each flag that holds."""
     answer, steps, times, _ = streamed
     flags = {"retokenised": answer.retokenised, UNREAD: answer.failure == RETOKENISED}
-    return replace(to_generation(steps, times, drafted), totals={name: 1.0 for name, holds in flags.items() if holds})
+    return replace(to_generation(steps, times, draft_len), totals={name: 1.0 for name, holds in flags.items() if holds})

@@ -32,5 +32,5 @@ def evaluate_checkpoint(config: EvaluateConfig, prompts: Sequence[Prompt], clock
     Raises `UserError` for bad input, and if another run is using the directory.
     """
     with begin_evaluation(config, prompts, clock) as plan:
-        wrong = write_report(plan, measure_prompts(plan, open_queue(plan)))
-    end_evaluation(plan, wrong)
+        lossy_methods = write_report(plan, measure_prompts(plan, open_queue(plan)))
+    end_evaluation(plan, lossy_methods)

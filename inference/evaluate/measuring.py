@@ -58,13 +58,13 @@ def measure_prompts(plan: EvaluationPlan, queue: Queue) -> Prepared:
     On a CPU the main process loads its models first, alone, as it chooses the kernels by their speed; the others load
     with these. On a GPU all load at once. Only the main process tunes, while no other runs a model.
     """
-    state = plan.processes
-    is_first = queue.prepared is not None or plan.setup.device.type != "cpu" or state.is_main_process
-    models = load_plan_models(plan, queue.prepared) if queue.share and is_first else None
+    processes = plan.processes
+    loads_first = queue.prepared is not None or plan.setup.device.type != "cpu" or processes.is_main_process
+    models = load_plan_models(plan, queue.prepared) if queue.share and loads_first else None
     prepared = queue.prepared or tune_methods(plan, models)
-    count = measure_share(plan, queue, prepared, models or load_plan_models(plan, prepared)) if queue.share else 0
-    state.wait_for_everyone()
-    from_main(state, partial(require_results, plan, queue.finished + sum(gather_object([count]))))
+    group_count = measure_share(plan, queue, prepared, models or load_plan_models(plan, prepared)) if queue.share else 0
+    processes.wait_for_everyone()
+    from_main(processes, partial(require_results, plan, queue.finished + sum(gather_object([group_count]))))
     return prepared
 
 
@@ -77,7 +77,7 @@ def require_results(plan: EvaluationPlan, group_count: int) -> None:
 
 def open_queue(plan: EvaluationPlan) -> Queue:
     """What remains in `plan.out_dir`. Raises `UserError` if it holds results that must not be continued."""
-    group_size, state = plan.config.batch, plan.processes
+    group_size, processes = plan.config.batch, plan.processes
 
     def open_results() -> tuple[object, float, set[int], int]:
         """(prepared, seconds of the runs before, groups that they measured, the first unused number of a file)."""
@@ -86,16 +86,16 @@ def open_queue(plan: EvaluationPlan) -> Queue:
         seconds, groups = max((m.spent for m in measured), default=0.0), {m.position // group_size for m in measured}
         return prepared, seconds, groups, next_number(plan.out_dir)
 
-    prepared, seconds, groups, number = from_main(state, open_results)
-    limit = replace(plan.limit, earlier=seconds)
-    todo, required = limit.to_do(plan.groups, groups)
+    prepared_json, spent_seconds, measured_groups, file_number = from_main(processes, open_results)
+    time_limit = replace(plan.limit, earlier=spent_seconds)
+    remaining_groups, required_count = time_limit.to_do(plan.groups, measured_groups)
     return Queue(
-        prepared=None if prepared is None else construct(Prepared, prepared),
-        finished=len(groups),
-        share=todo[state.process_index :: state.num_processes],
-        required=todo[:required],
-        limit=limit,
-        file=number + state.process_index,
+        prepared=None if prepared_json is None else construct(Prepared, prepared_json),
+        finished=len(measured_groups),
+        share=remaining_groups[processes.process_index :: processes.num_processes],
+        required=remaining_groups[:required_count],
+        limit=time_limit,
+        file=file_number + processes.process_index,
     )
 
 
@@ -109,11 +109,11 @@ def tune_methods(plan: EvaluationPlan, models: Models | None) -> Prepared:
 
     def begin() -> object:
         assert models is not None  # the main process has a share of a new run
-        doctor = examine_drafters(plan, models)
+        findings = examine_drafters(plan, models)
         prepared = prepare_methods(plan.config, plan.setup, models, plan.rendered[0], plan.positions)
-        content = to_json(replace(prepared, doctor=dict(doctor)))
-        begin_run(plan.out_dir, plan.identity, content)
-        return content
+        prepared_json = to_json(replace(prepared, doctor=dict(findings)))
+        begin_run(plan.out_dir, plan.identity, prepared_json)
+        return prepared_json
 
     plan.processes.wait_for_everyone()
     return construct(Prepared, from_main(plan.processes, begin))
@@ -131,30 +131,30 @@ def examine_drafters(plan: EvaluationPlan, models: Models) -> Mapping[str, Findi
     return findings
 
 
-def measure_share(plan: EvaluationPlan, queue: Queue, prepared: Prepared, models: Models) -> int:
+def measure_share(plan: EvaluationPlan, queue: Queue, measured_once: Prepared, models: Models) -> int:
     """Measure the groups of this process's share, as many as the time limit leaves; returns their number."""
     config, setup, group_size = plan.config, plan.setup, plan.config.batch
-    models.runtime.prepare(plan.positions, prepared.kernels)
-    prompt = plan.rendered[group_size * queue.share[0]]
-    bench = make_bench(config, setup, models, prepared, prompt, len(plan.prompts))
+    models.runtime.prepare(plan.positions, measured_once.kernels)
+    first_prompt_ids = plan.rendered[group_size * queue.share[0]]
+    bench = make_bench(config, setup, models, measured_once, first_prompt_ids, len(plan.prompts))
 
-    def measure_next(group: int) -> float:
-        members = range(group_size * group, group_size * (group + 1))
-        talks = [Talk(plan.prompts[position], plan.rendered[position], position) for position in members]
+    def measure_next(group_index: int) -> float:
+        prompt_indices = range(group_size * group_index, group_size * (group_index + 1))
+        talks = [Talk(plan.prompts[position], plan.rendered[position], position) for position in prompt_indices]
         measure_talks(config, talks, setup, models, bench)
-        spent = store_results(plan, queue, bench, talks)
-        measurements = queue.share.index(group) + 1
-        if plan.processes.is_main_process and measurements & (measurements - 1) == 0:  # after 1, 2, 4, … groups
-            results = [result for prompt in finished_results(plan.out_dir, group_size) for result in prompt.turns]
+        spent_seconds = store_results(plan, queue, bench, talks)
+        measured_count = queue.share.index(group_index) + 1
+        if plan.processes.is_main_process and measured_count & (measured_count - 1) == 0:  # after 1, 2, 4, … groups
+            results = [result for measured in finished_results(plan.out_dir, group_size) for result in measured.turns]
             print("\n".join(result_lines(results, config)), flush=True)
-        return spent
+        return spent_seconds
 
     return measure_in_time(plan, queue, measure_next)
 
 
 def store_results(plan: EvaluationPlan, queue: Queue, bench: Bench, talks: Sequence[Talk]) -> float:
     """Append the results of one group; returns the seconds that all runs have spent."""
-    spent, cpu_share, peak = queue.limit.spent(), bench.watch.take(), peak_memory(plan.setup.device)
+    spent_seconds, cpu_share, peak_bytes = queue.limit.spent(), bench.watch.take(), peak_memory(plan.setup.device)
     for talk in talks:
         measured = MeasuredPrompt(
             position=talk.position,
@@ -162,13 +162,13 @@ def store_results(plan: EvaluationPlan, queue: Queue, bench: Bench, talks: Seque
             turns=tuple(talk.results),
             skipped=talk.skipped,
             threads=torch.get_num_threads(),
-            spent=spent,
-            peak_bytes=peak,
+            spent=spent_seconds,
+            peak_bytes=peak_bytes,
             cpu_share=cpu_share,
             load=load_average(),
         )
         append_result(plan.out_dir, queue.file, measured)
-    return spent
+    return spent_seconds
 
 
 def measure_in_time(plan: EvaluationPlan, queue: Queue, measure_next: Callable[[int], float]) -> int:
@@ -177,24 +177,24 @@ def measure_in_time(plan: EvaluationPlan, queue: Queue, measure_next: Callable[[
     measure_next: measures a group, and returns the seconds that are spent after it.
     """
     limit, share, group_size = queue.limit, queue.share, plan.config.batch
-    began, count = limit.spent(), 0
-    spent = began
+    spent_before, group_count = limit.spent(), 0
+    spent = spent_before
     with Stage("measuring", len(share), "prompts" if group_size == 1 else "groups", most=limit.left(spent)) as progress:
         for group in share:
-            if group not in queue.required and not limit.holds(spent, (spent - began) / max(1, count)):
+            if group not in queue.required and not limit.holds(spent, (spent - spent_before) / max(1, group_count)):
                 break
             if limit.is_over(spent):
                 progress.total = len({*queue.required} & {*share})
                 if plan.processes.is_main_process:
-                    print(_overtime(plan, queue, count), flush=True)
-            spent, count = measure_next(group), count + 1
+                    print(_overtime(plan, queue, group_count), flush=True)
+            spent, group_count = measure_next(group), group_count + 1
             progress.advance()
-    return count
+    return group_count
 
 
-def _overtime(plan: EvaluationPlan, queue: Queue, count: int) -> str:
+def _overtime(plan: EvaluationPlan, queue: Queue, group_count: int) -> str:
     """How many of the required prompts are done after the time is over. count: the groups done by this process."""
-    required_groups, group_size = queue.finished + len(queue.required), plan.config.batch
-    groups = min(required_groups, queue.finished + count * plan.processes.num_processes)
-    prompts = f"{group_size * groups} of at least {group_size * required_groups} prompts"
-    return f"{queue.limit.minutes:.3g} minutes are over: {prompts} are done"
+    required_count, group_size = queue.finished + len(queue.required), plan.config.batch
+    finished_count = min(required_count, queue.finished + group_count * plan.processes.num_processes)
+    progress_text = f"{group_size * finished_count} of at least {group_size * required_count} prompts"
+    return f"{queue.limit.minutes:.3g} minutes are over: {progress_text} are done"

@@ -68,17 +68,17 @@ def make_plan(
     setup = find_setup(config)
     require_own_device(setup.device, processes)
     require_batches(config, setup, len(prompts))
-    turns = [[render(setup, prompt, [turn]) for turn in prompt.turns] for prompt in prompts]
-    rendered = [first for first, *_ in turns]
+    turn_ids = [[render(setup, prompt, [turn]) for turn in prompt.turns] for prompt in prompts]
+    rendered = [first_ids for first_ids, *_ in turn_ids]
     drafters = dict(load_drafters(config, setup.target, dtype=setup.dtype, device=setup.device))
-    context, new = context_length(setup.config, drafters), config.max_new_tokens
-    require(new < context, "max_new_tokens", new, f"less than the models' context of {context} tokens")
-    longest = max(config.doctor_lengths, default=0)
-    require(longest <= context, "doctor_lengths", longest, f"at most the models' context of {context} tokens")
-    require_fits(prompts, rendered, context - new)
+    context, new_tokens = context_length(setup.config, drafters), config.max_new_tokens
+    require(new_tokens < context, "max_new_tokens", new_tokens, f"less than the models' context of {context} tokens")
+    max_length = max(config.doctor_lengths, default=0)
+    require(max_length <= context, "doctor_lengths", max_length, f"at most the models' context of {context} tokens")
+    require_fits(prompts, rendered, context - new_tokens)
     identity = identity_of(config, setup, prompts)
-    positions, out_dir = longest_text(turns, new, context), Path(config.out_dir)
-    return EvaluationPlan(config, setup, prompts, rendered, drafters, positions, identity, out_dir, processes, limit)
+    max_tokens, out_dir = longest_text(turn_ids, new_tokens, context), Path(config.out_dir)
+    return EvaluationPlan(config, setup, prompts, rendered, drafters, max_tokens, identity, out_dir, processes, limit)
 
 
 def require_own_device(device: torch.device, processes: PartialState) -> None:
@@ -87,34 +87,34 @@ def require_own_device(device: torch.device, processes: PartialState) -> None:
         return
     if device != torch.device(device.type):
         raise UserError(f"device={device}: {processes.num_processes} processes would share it; give device=auto")
-    machines = sorted(set(gather_object([describe_machine(str(device))["device"]])))
-    if len(machines) > 1:
-        raise UserError(f"the processes run on {' and '.join(machines)}: give them devices of one kind to measure on")
+    devices = sorted(set(gather_object([describe_machine(str(device))["device"]])))
+    if len(devices) > 1:
+        raise UserError(f"the processes run on {' and '.join(devices)}: give them devices of one kind to measure on")
 
 
-def require_batches(config: EvaluateConfig, setup: TargetSetup, prompts: int) -> None:
+def require_batches(config: EvaluateConfig, setup: TargetSetup, n_prompts: int) -> None:
     """Raise `UserError` if groups of `config.batch` texts do not divide the prompts, or cannot be decoded at once."""
     group_size = config.batch
-    require(prompts % group_size == 0, "batch", group_size, f"a divisor of the {prompts} prompts (num_prompts)")
-    fits = group_size == 1 or make_runtime(config.runtime, setup.device).name == Runtime.name
-    require(fits, "batch", group_size, "1 with CUDA graphs, where texts take turns, or runtime=eager")
+    require(n_prompts % group_size == 0, "batch", group_size, f"a divisor of the {n_prompts} prompts (num_prompts)")
+    can_batch = group_size == 1 or make_runtime(config.runtime, setup.device).name == Runtime.name
+    require(can_batch, "batch", group_size, "1 with CUDA graphs, where texts take turns, or runtime=eager")
 
 
 def identity_of(config: EvaluateConfig, setup: TargetSetup, prompts: Sequence[Prompt]) -> dict[str, object]:
     """What results depend on: options, digests of inputs, device and code version. A resumed run must agree on it."""
-    rows = [[p.id, p.category, p.turns, p.chat, *([p.system] if p.system else [])] for p in prompts]
-    fingerprint = asdict(setup.target.fingerprint).items()
-    drafters: dict[str, object] = {}
+    prompt_fields = [[p.id, p.category, p.turns, p.chat, *([p.system] if p.system else [])] for p in prompts]
+    fingerprint_items = asdict(setup.target.fingerprint).items()
+    drafter_identity: dict[str, object] = {}
     for kind in KINDS.values():
-        drafters |= kind.load_plugin().identity(config.where(kind))
+        drafter_identity |= kind.load_plugin().identity(config.where(kind))
     return {
         **config.decisions(),
-        "target": {key: value for key, value in fingerprint if key not in ("target", "revision")},
-        **drafters,
+        "target": {key: value for key, value in fingerprint_items if key not in ("target", "revision")},
+        **drafter_identity,
         "versions": {"code": code_version(), "torch": torch.__version__, "transformers": transformers.__version__},
         "end_tokens": sorted(setup.eos),
         "generation_config": setup.inherited.fields,
-        "prompts": digest_of(rows)[:16],
+        "prompts": digest_of(prompt_fields)[:16],
         "dtype": f"int8 {setup.floats}" if setup.int8 else setup.floats,
         "device": f"{setup.device.type} ({describe_machine(str(setup.device))['device']})",
     }
@@ -130,22 +130,22 @@ def heldout_fraction(config: EvaluateConfig) -> float:
     asks_for_library = config.prompts == "python_stdlib" and not config.prompt_text and is_readable
     for kind, record in config.training_records().items() if asks_for_library else ():
         data: Any = record.data or {}
-        drafter = f"{KINDS[kind].option}={config.paths[kind]}"
+        option = f"{KINDS[kind].option}={config.paths[kind]}"
         try:
-            if "python_stdlib" in {part.get("source") for part in (data, *data.get("mix", {}).values())}:
+            if "python_stdlib" in {settings.get("source") for settings in (data, *data.get("mix", {}).values())}:
                 fractions.append(float(data["heldout_fraction"]))
                 require(0 <= fractions[-1] < 1, "training.data.heldout_fraction", fractions[-1], "0 or more, below 1")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UserError(
-                f"{drafter}: does not say what data it was trained on ({reason(error)}); restore it"
+                f"{option}: does not say what data it was trained on ({reason(error)}); restore it"
             ) from None
         if fractions and not fractions[-1]:
-            raise UserError(f"prompts=python_stdlib: {drafter} has learned from all of them; give a file of prompts")
+            raise UserError(f"prompts=python_stdlib: {option} has learned from all of them; give a file of prompts")
     return min(fractions, default=DataConfig.heldout_fraction)
 
 
-def run_on_prompts(config: Config, compare: Callable[[Config, Sequence[Prompt]], None]) -> None:
-    """Call `compare` with the prompts that `config` names; with plan=true only print what every device would hold."""
+def run_on_prompts(config: Config, evaluate: Callable[[Config, Sequence[Prompt]], None]) -> None:
+    """Call `evaluate` with the prompts that `config` names; with plan=true only print what every device would hold."""
     if config.plan:
         print(evaluation_plan(config, find_target(config)), flush=True)
         return
@@ -157,7 +157,7 @@ def run_on_prompts(config: Config, compare: Callable[[Config, Sequence[Prompt]],
         heldout_fraction=heldout_fraction(config),
     )
     with explain_out_of_memory(lambda: evaluation_memory(config, find_target(config))):
-        compare(config, prompts)
+        evaluate(config, prompts)
 
 
 @contextmanager
@@ -165,20 +165,20 @@ def begin_evaluation(
     config: Config, prompts: Sequence[Prompt], clock: Clock = time.perf_counter
 ) -> Iterator[EvaluationPlan]:
     """Join the processes, lock `config.out_dir` and make the plan. Raises `UserError` if another run is using it."""
-    limit = TimeLimit(config.minutes, clock(), clock=clock)
+    time_limit = TimeLimit(config.minutes, clock(), clock=clock)
     processes = join_processes()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     out_dir = require_writable(config.out_dir)
     config.wandb.is_on()  # raises now if something it needs is missing
     with only_run_of(processes, out_dir, "results", config.resume):
-        yield make_plan(config, prompts, processes, limit)
+        yield make_plan(config, prompts, processes, time_limit)
 
 
-def end_evaluation(plan: EvaluationPlan, wrong: Sequence[str]) -> None:
-    """End the process with status 1 if a method is `wrong`."""
-    if wrong:
+def end_evaluation(plan: EvaluationPlan, lossy_methods: Sequence[str]) -> None:
+    """End the process with status 1 if a method is `lossy_methods`."""
+    if lossy_methods:
         if plan.processes.is_main_process:
-            files = f"{plan.config.out_dir}/generations.jsonl"
-            print(f"error: not lossless: {', '.join(wrong)}; see {files}", file=sys.stderr)
+            generations_path = f"{plan.config.out_dir}/generations.jsonl"
+            print(f"error: not lossless: {', '.join(lossy_methods)}; see {generations_path}", file=sys.stderr)
         sys.exit(1)

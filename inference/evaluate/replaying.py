@@ -55,23 +55,23 @@ def replay_answers(config: ReplayConfig) -> list[MethodReplay]:
             turns = recordings(prompts, read_transcripts(config.transcripts), vocabulary)
         require(bool(turns), "transcripts", config.transcripts, "recorded answers")
         costs = None if config.server is None else time_server(config, turns)
-        drafted = time_drafter(config, turns) if costs is not None and config.draft_server is not None else ()
-        drafters, session = load_replayed(config, vocabulary, turns)
+        drafter_seconds = time_drafter(config, turns) if costs is not None and config.draft_server is not None else ()
+        drafters, make_session = load_replayed(config, vocabulary, turns)
         reports = []
         for name, method in with_lengths("", config.methods, config.draft_tokens).items():
-            generations = replay_turns(name, method, drafters, turns, config, session)
+            generations = replay_turns(name, method, drafters, turns, config, make_session)
             report = replay_report(name, method, turns, generations)
             # No engine drafts trees, which n-grams do but for `draft_tokens`, and wider passes are not timed.
             is_chain = refusal_of("", method) is None and (bool(config.draft_tokens) or method.source != NGRAMS.name)
             if costs is not None and is_chain and draft_length(method) < WIDTHS[-1]:
                 streams = Streams(config.seed).within("expected", name)
-                seconds = drafted if method.source == SMALL_LM.name else ()
-                judged = [(g, turn) for g, turn in zip(generations, turns, strict=True) if not loop_length(g.tokens)]
-                expected = expect_speedup(
-                    [generation for generation, _ in judged], costs, streams, seconds,
-                    units=[turn.conversation for _, turn in judged], in_one_pass=drafts_in_one_pass(drafters),
+                token_seconds = drafter_seconds if method.source == SMALL_LM.name else ()
+                loopless = [(g, turn) for g, turn in zip(generations, turns, strict=True) if not loop_length(g.tokens)]
+                speedup = expect_speedup(
+                    [generation for generation, _ in loopless], costs, streams, token_seconds,
+                    units=[turn.conversation for _, turn in loopless], in_one_pass=drafts_in_one_pass(drafters),
                 )  # fmt: skip
-                report = replace(report, expected=expected)
+                report = replace(report, expected=speedup)
             reports.append(report)
         write_replay(config, out_dir, reports)
     return reports
@@ -99,8 +99,8 @@ def _open_server(config: ReplayConfig, option: str, url: str | None, model: str 
     settings = GenerateConfig(
         tokenizer=config.tokenizer, server=url, server_model=model, data=DataConfig(), greedy_tokens=0, temperature=0.0
     )
-    sizes = context_limit(target.config), target.config.vocab_size
-    return TargetServer(settings, target.tokenizer, end_tokens(target), *sizes, checked=False, option=option)
+    model_limits = context_limit(target.config), target.config.vocab_size
+    return TargetServer(settings, target.tokenizer, end_tokens(target), *model_limits, checked=False, option=option)
 
 
 def _recorded_tokens(turns: Sequence[RecordedTurn]) -> list[int]:

@@ -31,7 +31,7 @@ class EnginePart:
 
 
 def judge_results(
-    plan: EvaluationPlan, prepared: Prepared, engine: Mapping[str, EnginePart]
+    plan: EvaluationPlan, prepared: Prepared, engine_parts: Mapping[str, EnginePart]
 ) -> tuple[list[MethodReport], list[PromptResult]]:
     """The reports of all methods, and the results of all turns in `plan.out_dir`, their source. engine: by method."""
     config = plan.config
@@ -42,31 +42,31 @@ def judge_results(
         build_report(name, method, results, conditions, config.seed, prepared.tunings.get(name))
         for name, method in prepared.methods.items()
     ]
-    parts = {name: vars(part) for name, part in engine.items()}
-    return [replace(report, **parts.get(report.method, {})) for report in reports], results
+    part_fields = {name: vars(part) for name, part in engine_parts.items()}
+    return [replace(report, **part_fields.get(report.method, {})) for report in reports], results
 
 
 def write_pages(
-    plan: EvaluationPlan, reports: Sequence[MethodReport], results: Sequence[PromptResult], command: Sequence[str]
+    plan: EvaluationPlan, reports: Sequence[MethodReport], results: Sequence[PromptResult], command_words: Sequence[str]
 ) -> None:
     """Write the report to `plan.out_dir`, to the console, to the drafters' cards, and to Weights & Biases."""
     config, tokenizer = plan.config, plan.setup.tokenizer
-    texts = {
+    decoded_texts = {
         (r.prompt_id, arm): str(tokenizer.decode(list(g.tokens), skip_special_tokens=True))
         for r in results
         for arm, g in r.generations.items()
     }
-    page = partial(make_page, reports, results, lambda ids: str(tokenizer.decode(list(ids))))
-    write_reports(plan.out_dir, reports, results, texts, page)
+    build_page = partial(make_page, reports, results, lambda ids: str(tokenizer.decode(list(ids))))
+    write_reports(plan.out_dir, reports, results, decoded_texts, build_page)
     print("\n".join([*result_lines(results, config), "", write_markdown(reports)]))
-    for name, where in config.paths.items() if config.card else ():
-        if config.plugin(KINDS[name]).has_card and Path(where).is_dir():
-            add_report(Path(where), write_markdown(reports))
+    for kind_name, drafter_path in config.paths.items() if config.card else ():
+        if config.plugin(KINDS[kind_name]).has_card and Path(drafter_path).is_dir():
+            add_report(Path(drafter_path), write_markdown(reports))
     log_reports(config.wandb, plan.out_dir, reports, plan.identity)
-    run = reports[0].conditions
-    if run.load.busy:
-        print(write_repeat_command(sys.argv[1:], plan.out_dir, command), flush=True)
-    print("\n".join([*filter(None, [run.origin]), f"report: {plan.out_dir / 'report.html'}"]), flush=True)
+    conditions = reports[0].conditions
+    if conditions.load.busy:
+        print(write_repeat_command(sys.argv[1:], plan.out_dir, command_words), flush=True)
+    print("\n".join([*filter(None, [conditions.origin]), f"report: {plan.out_dir / 'report.html'}"]), flush=True)
 
 
 def wrong_methods(reports: Sequence[MethodReport]) -> list[str]:
@@ -79,8 +79,8 @@ def wrong_methods(reports: Sequence[MethodReport]) -> list[str]:
 def write_report(
     plan: EvaluationPlan,
     prepared: Prepared,
-    engine: Mapping[str, EnginePart] = MappingProxyType({}),
-    command: Sequence[str] = ("evaluate-checkpoint",),
+    engine_parts: Mapping[str, EnginePart] = MappingProxyType({}),
+    command_words: Sequence[str] = ("evaluate-checkpoint",),
 ) -> list[str]:
     """Judge and write, on the main process; returns the methods that were not lossless (see `wrong_methods`).
 
@@ -88,8 +88,8 @@ def write_report(
     """
 
     def judge_and_write() -> list[str]:
-        reports, results = judge_results(plan, prepared, engine)
-        write_pages(plan, reports, results, command)
+        reports, results = judge_results(plan, prepared, engine_parts)
+        write_pages(plan, reports, results, command_words)
         return wrong_methods(reports)
 
     with Stage("writing the report"):

@@ -13,7 +13,7 @@ _PLAIN = ("text", "code")  # layouts without conversations
 
 def templates_of(data: Mapping[str, object] | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[ChatTemplate]:
     """The templates of `conversations_in`."""
-    return frozenset(part.template for part in conversations_in(data, tokenizer))
+    return frozenset(source.template for source in conversations_in(data, tokenizer))
 
 
 def conversations_in(data: Mapping[str, object] | None, tokenizer: PreTrainedTokenizerBase) -> list[DataConfig]:
@@ -21,7 +21,7 @@ def conversations_in(data: Mapping[str, object] | None, tokenizer: PreTrainedTok
 
     template=tokenizer is recorded for plain text too, so it means nothing if the tokenizer has no chat template.
     """
-    return [part for part in sources_in(data) if part.template != "tokenizer" or tokenizer.chat_template]
+    return [source for source in sources_in(data) if source.template != "tokenizer" or tokenizer.chat_template]
 
 
 def sources_in(data: Mapping[str, object] | None) -> list[DataConfig]:
@@ -32,23 +32,23 @@ def sources_in(data: Mapping[str, object] | None) -> list[DataConfig]:
         config: DataConfig = construct(DataConfig, data)
     except UserError:
         return []
-    parts = [part for _, _, part in config.parts()] or [config]
-    return [part for part in parts if part.source != "python_stdlib" and part.layout not in _PLAIN]
+    sources = [source for _, _, source in config.parts()] or [config]
+    return [source for source in sources if source.source != "python_stdlib" and source.layout not in _PLAIN]
 
 
-def chat_template(template: PromptTemplate, trained: Mapping[str, frozenset[ChatTemplate]]) -> PromptTemplate:
+def chat_template(template: PromptTemplate, trained_templates: Mapping[str, frozenset[ChatTemplate]]) -> PromptTemplate:
     """The template of chat prompts: `template`, or for auto the template of the drafters' training.
 
     It remains auto if none is recorded. Raises `UserError` if the drafters differ, or if `template` is another template
     than one of them was trained with. template=none means bare text and is never refused.
     """
-    kinds = ", ".join(f"{kind} by {' and '.join(sorted(names))}" for kind, names in trained.items())
-    templates = sorted(frozenset[ChatTemplate]().union(*trained.values()))
+    summary = ", ".join(f"{kind} by {' and '.join(sorted(names))}" for kind, names in trained_templates.items())
+    templates = sorted(frozenset[ChatTemplate]().union(*trained_templates.values()))
     if template == "auto":
         if len(templates) > 1:
-            raise UserError(f"template=auto: the training's conversations were rendered for {kinds}; give template=")
+            raise UserError(f"template=auto: the training's conversations were rendered for {summary}; give template=")
         return templates[0] if templates else "auto"
-    for kind, names in trained.items():
+    for kind, names in trained_templates.items():
         if template != "none" and template not in names:
             raise UserError(
                 f"template={template}: expected {' or '.join(sorted(names))}, by which the conversations were rendered "

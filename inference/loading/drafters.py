@@ -28,21 +28,21 @@ def load_drafters(config: Drafting, target: Any, **tensor_options: "Unpack[Model
         if KINDS[method.source].layers:
             KINDS[method.source].load_plugin().require_fits(method, target.config.num_hidden_layers)
     drafters: dict[str, object] = {}
-    for name, where in config.paths.items():
-        drafters[name] = config.plugin(KINDS[name]).load(where, target, config.methods, **tensor_options)
-    for tree in (method.structure for method in config.methods.values() if method.structure.kind == "static"):
-        find_shape(tree.shape, known_size(tree.nodes))  # invalid shapes fail before the target is loaded
-    return {name: model for name, model in drafters.items() if model is not None}
+    for kind, drafter_path in config.paths.items():
+        drafters[kind] = config.plugin(KINDS[kind]).load(drafter_path, target, config.methods, **tensor_options)
+    for structure in (method.structure for method in config.methods.values() if method.structure.kind == "static"):
+        find_shape(structure.shape, known_size(structure.nodes))  # invalid shapes fail before the target is loaded
+    return {kind: model for kind, model in drafters.items() if model is not None}
 
 
-def context_length(target: PreTrainedConfig, drafters: Drafters) -> int:
+def context_length(target_config: PreTrainedConfig, drafters: Drafters) -> int:
     """The context length that the target and all its draft models support."""
-    return min([context_limit(target), *position_limits(drafters)])
+    return min([context_limit(target_config), *position_limits(drafters)])
 
 
 def position_limits(drafters: Drafters) -> list[int]:
     """The context limits, in positions, of the models that `drafters` run, if they have limits."""
-    models = [model for name, drafter in drafters.items() for model in KINDS[name].load_plugin().causal_lms(drafter)]
+    models = [model for kind, drafter in drafters.items() for model in KINDS[kind].load_plugin().causal_lms(drafter)]
     return [limit for model in models if (limit := position_limit(model.config)) is not None]
 
 

@@ -68,73 +68,73 @@ _LONGEST = 1024  # n-gram of a prompt that is not repeated
 
 
 def inherit(
-    source: str,
+    target_source: str,
     revision: str | None,
     sampling: SamplingConfig,
-    stops: Sequence[str],
+    stop_strings: Sequence[str],
     *,
     eos: Collection[int],
     vocabulary: int,
     ignore: bool,
 ) -> Inherited:
-    """The settings inherited from the target `source`, unless `sampling` or `stops` override them.
+    """The settings inherited from the target `target_source`, unless `sampling` or `stop_strings` override them.
 
     eos: the ids that end a text. vocabulary: its size. ignore: inherit nothing. Raises `UserError` naming field and
     value for decoding strategies that no arm supports, and for values that transformers cannot use.
     """
-    config = read_generation_config(source, revision)
-    fields, refused = find_acting_fields(config), find_other_strategies(config)
-    if strings := config.stop_strings:
-        fields["stop_strings"] = [strings] if isinstance(strings, str) else list(strings)
+    config = read_generation_config(target_source, revision)
+    fields, refused_fields = find_acting_fields(config), find_other_strategies(config)
+    if config_stops := config.stop_strings:
+        fields["stop_strings"] = [config_stops] if isinstance(config_stops, str) else list(config_stops)
     if ignore:
         values = json.loads(config.to_json_string(use_diff=False))  # turns objects, such as a watermark's, into dicts
-        return Inherited(GenerationConfig(), {}, {name: values[name] for name in fields | refused})
-    for name, value in refused.items():
-        raise _make_error(source, name, value, "which is a way of decoding that no arm here has")
+        return Inherited(GenerationConfig(), {}, {name: values[name] for name in fields | refused_fields})
+    for name, value in refused_fields.items():
+        raise _make_error(target_source, name, value, "which is a way of decoding that no arm here has")
     if sampling.repetition_penalty is not None:
         fields.pop("repetition_penalty", None)
-    if stops:
+    if stop_strings:
         fields.pop("stop_strings", None)
     for name, value in fields.items():
         try:
             _try_field(name, value, eos, vocabulary)
         except Exception as error:  # any error of a processor for an unexpected value
-            raise _make_error(source, name, value, f"which transformers cannot use ({reason(error)})") from None
+            raise _make_error(target_source, name, value, f"which transformers cannot use ({reason(error)})") from None
     return Inherited(config, fields, {})
 
 
-def _try_field(name: str, value: Any, eos: Collection[int], vocabulary: int) -> None:
+def _try_field(field_name: str, value: Any, eos: Collection[int], vocab_size: int) -> None:
     """Process logits by a config with this field only; raises any error for an unusable value."""
-    if name == "exponential_decay_length_penalty" and not eos:
+    if field_name == "exponential_decay_length_penalty" and not eos:
         raise ValueError("there is no end token that it could favour")
-    if name == "encoder_no_repeat_ngram_size" and value > _LONGEST:
+    if field_name == "encoder_no_repeat_ngram_size" and value > _LONGEST:
         raise ValueError(f"expected {_LONGEST} at most: it makes a copy of the prompt for each")
     settings = TextSettings(1, eos).for_generate()
-    setattr(settings, name, value)
-    for step in make_processors(settings, [0], torch.device("cpu")):
-        step(cast(LongTensor, torch.zeros(1, 1, dtype=torch.long)), torch.zeros(1, vocabulary))
+    setattr(settings, field_name, value)
+    for processor in make_processors(settings, [0], torch.device("cpu")):
+        processor(cast(LongTensor, torch.zeros(1, 1, dtype=torch.long)), torch.zeros(1, vocab_size))
 
 
-def _make_error(source: str, name: str, value: object, why: str) -> UserError:
+def _make_error(source: str, field_name: str, value: object, why: str) -> UserError:
     return UserError(
-        f"target={source}: its generation config has {name}={value!r}, {why}; mend generation_config.json, or "
+        f"target={source}: its generation config has {field_name}={value!r}, {why}; mend generation_config.json, or "
         "leave all of it out by generation_config=none, as the report will say"
     )
 
 
 def read_generation_config(source: str, revision: str | None) -> GenerationConfig:
     """The generation config that transformers would load with the target. Raises `UserError`."""
-    config, file = load_generation_config(source, revision), GENERATION_FILE
+    config, file_name = load_generation_config(source, revision), GENERATION_FILE
     if config is None:  # older models have such fields in config.json
-        file = CONFIG_FILE
+        file_name = CONFIG_FILE
         try:
             config = GenerationConfig.from_pretrained(
-                source, file, revision=revision or "main", trust_remote_code=False, _from_model_config=True
+                source, file_name, revision=revision or "main", trust_remote_code=False, _from_model_config=True
             )
         except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise UserError(f"target={source}: no usable generation config in {file} ({reason(error)})") from None
-    for name, kind in ("eos_token_id", int | list[int] | None), ("stop_strings", str | list[str] | None):
-        construct(kind, getattr(config, name, None), f"target={source}: {file}: {name}")
+            raise UserError(f"target={source}: no usable generation config in {file_name} ({reason(error)})") from None
+    for name, value_type in ("eos_token_id", int | list[int] | None), ("stop_strings", str | list[str] | None):
+        construct(value_type, getattr(config, name, None), f"target={source}: {file_name}: {name}")
     return config
 
 
@@ -175,16 +175,16 @@ class TextSettings:
     def for_generate(self) -> GenerationConfig:
         """The config for transformers' `generate`: the target's own one, in which these settings replace its own."""
         settings = copy.deepcopy(self.generation) if self.generation is not None else GenerationConfig()
-        ends_at = sorted(self.eos)
-        replaced = {
+        eos_ids = sorted(self.eos)
+        new_fields = {
             **_REPLACED,
             **generate_options(self.sampling),
             "max_new_tokens": self.max_new_tokens,
-            "eos_token_id": ends_at or None,
-            "pad_token_id": ends_at[0] if ends_at else 0,
+            "eos_token_id": eos_ids or None,
+            "pad_token_id": eos_ids[0] if eos_ids else 0,
             "stop_strings": list(self.stops) or None,
         }
-        for name, value in replaced.items():
+        for name, value in new_fields.items():
             setattr(settings, name, value)
         return settings
 
@@ -199,11 +199,11 @@ class TextSettings:
 def generate_options(sampling: SamplingConfig) -> dict[str, object]:
     """`sampling` as fields of transformers' GenerationConfig; without a repetition penalty if the target's applies."""
     factor = sampling.repetition_penalty
-    penalty = {} if factor is None else {"repetition_penalty": float(factor)}
+    penalty_option = {} if factor is None else {"repetition_penalty": float(factor)}
     if not sampling.temperature:
-        return {"do_sample": False, **penalty}
-    warpers = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
-    return {"do_sample": True, **warpers, "min_p": sampling.min_p or None, **penalty}
+        return {"do_sample": False, **penalty_option}
+    warper_options = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    return {"do_sample": True, **warper_options, "min_p": sampling.min_p or None, **penalty_option}
 
 
 class _Model(GenerationMixin):
@@ -219,7 +219,7 @@ def make_processors(settings: GenerationConfig, prompt: Sequence[int], device: t
     config.max_length = len(prompt) + settings.max_new_tokens
     if config.min_new_tokens is not None:
         config.min_length = None  # `min_new_tokens` replaces it
-    ends = settings.eos_token_id or None
-    config._eos_token_tensor = None if ends is None else torch.tensor(ends, device=device)
+    eos_ids = settings.eos_token_id or None
+    config._eos_token_tensor = None if eos_ids is None else torch.tensor(eos_ids, device=device)
     model: Any = _Model()
     return list(model._get_logits_processor(config, len(prompt), ids, device=device))

@@ -53,15 +53,15 @@ class Storage:
     positions: int
 
     @classmethod
-    def of(cls, dtype: str, target: PreTrainedConfig, positions: int, device: torch.device) -> "Storage":
+    def of(cls, dtype: str, target_config: PreTrainedConfig, n_positions: int, device: torch.device) -> "Storage":
         """On `device`, with the option `dtype` of a command."""
-        return cls(pick_dtype(dtype, target, device).itemsize, positions)
+        return cls(pick_dtype(dtype, target_config, device).itemsize, n_positions)
 
     @property
     def slots(self) -> int:
         """The slots of a cache for fixed-shape passes (see `inference.engines.graphs.cuda_graphs.Arena`)."""
-        widest = WIDTHS[-1]
-        return -(-(self.positions + widest) // widest) * widest + widest
+        max_width = WIDTHS[-1]
+        return -(-(self.positions + max_width) // max_width) * max_width + max_width
 
 
 def weight_bytes(model: PreTrainedConfig | nn.Module, storage: Storage) -> int:
@@ -83,36 +83,36 @@ def pass_bytes(config: PreTrainedConfig, storage: Storage) -> int:
 
 
 def target_memory(
-    target: PreTrainedConfig, storage: Storage, layers: int | None = None, int8: str = ""
+    target_config: PreTrainedConfig, storage: Storage, layer_count: int | None = None, int8: str = ""
 ) -> list[Memory]:
     """The target's weights. layers: only so many first ones are read, with embedding and head; None: all.
 
     int8: the model's name in errors, if it is held as int8 codes. Raises `UserError` for one that int8 cannot hold.
     """
     if int8:
-        require_linear(model := empty_model(target), int8)
+        require_linear(model := empty_model(target_config), int8)
         return [Memory("target's weights", int8_bytes(model, storage.itemsize))]
-    if layers is None:
+    if layer_count is None:
         remedy = "dtype=fast, or int8 in evaluate-checkpoint"
-        return [Memory("target's weights", weight_bytes(target, storage), remedy)]
-    size = weight_bytes(empty_layers(target, range(layers)), storage) if layers else 0
-    return [Memory(f"target's first {layers} layers, embedding and head", size)]
+        return [Memory("target's weights", weight_bytes(target_config, storage), remedy)]
+    size = weight_bytes(empty_layers(target_config, range(layer_count)), storage) if layer_count else 0
+    return [Memory(f"target's first {layer_count} layers, embedding and head", size)]
 
 
 def drafter_memory(
-    kind: Kind, plugin: "DrafterPlugin[nn.Module]", path: str, target: PreTrainedConfig, storage: Storage
+    kind: Kind, plugin: "DrafterPlugin[nn.Module]", path: str, target_config: PreTrainedConfig, storage: Storage
 ) -> list[Memory]:
     """The drafter of `kind` at `path`, and the caches of its sessions. Raises `UserError` if it cannot be read."""
-    model = plugin.empty_model(path, target)
+    model = plugin.empty_model(path, target_config)
     if model is None:
         return []
     if isinstance(model, PreTrainedModel):
-        caches = cache_bytes(model.config, storage) + pass_bytes(target, storage)
+        kv_bytes = cache_bytes(model.config, storage) + pass_bytes(target_config, storage)
     else:  # layers like the target's, with its hidden states; and sessions of the target
         layers = getattr(model, "layers", (model,))
-        caches = cache_bytes(target, storage, len(layers)) + 4 * pass_bytes(target, storage)
-        caches += cache_bytes(target, storage) if plugin.own_sessions else 0
-    return [Memory(f"{kind.name}'s weights", weight_bytes(model, storage)), Memory(f"{kind.name}'s caches", caches)]
+        kv_bytes = cache_bytes(target_config, storage, len(layers)) + 4 * pass_bytes(target_config, storage)
+        kv_bytes += cache_bytes(target_config, storage) if plugin.own_sessions else 0
+    return [Memory(f"{kind.name}'s weights", weight_bytes(model, storage)), Memory(f"{kind.name}'s caches", kv_bytes)]
 
 
 def stored_bytes(target: OpenTarget, device: torch.device) -> int:
@@ -133,19 +133,19 @@ def decoding_memory(target: OpenTarget, storage: Storage, device: torch.device, 
     return [*target_memory(target.config, storage, int8=int8), *copies]
 
 
-def evaluation_memory(config: EvaluateConfig, target: OpenTarget, positions: int | None = None) -> list[Memory]:
+def evaluation_memory(config: EvaluateConfig, target: OpenTarget, max_positions: int | None = None) -> list[Memory]:
     """The memory of each device in an evaluation: both targets and the drafters. Raises `UserError`.
 
     The runtime stores an int8 model's codes in the fastest layout, which may be floats: this is an upper bound.
     positions: of the longest text; None: the target's context.
     """
-    device, model = planned_device(config.device), target.config
-    storage = Storage.of(config.dtype, model, min(context_limit(model), positions or UNLIMITED), device)
-    int8 = f"target={config.target or config.early_exit}" if config.dtype == "int8" else ""
-    parts = decoding_memory(target, storage, device, int8)
-    parts.append(Memory("caches of plain decoding", cache_bytes(model, storage) + pass_bytes(model, storage)))
-    for name, path in config.paths.items():
-        parts += drafter_memory(KINDS[name], config.plugin(KINDS[name]), path, model, storage)
+    device, hf_config = planned_device(config.device), target.config
+    storage = Storage.of(config.dtype, hf_config, min(context_limit(hf_config), max_positions or UNLIMITED), device)
+    int8_label = f"target={config.target or config.early_exit}" if config.dtype == "int8" else ""
+    parts = decoding_memory(target, storage, device, int8_label)
+    parts.append(Memory("caches of plain decoding", cache_bytes(hf_config, storage) + pass_bytes(hf_config, storage)))
+    for kind, drafter_path in config.paths.items():
+        parts += drafter_memory(KINDS[kind], config.plugin(KINDS[kind]), drafter_path, hf_config, storage)
     return parts
 
 
@@ -156,14 +156,14 @@ def evaluation_plan(config: EvaluateConfig, target: OpenTarget) -> "Plan":
     return Plan(evaluation_memory(config, target), facts, device)
 
 
-def planned_device(name: str = "auto") -> torch.device:
+def planned_device(device_name: str = "auto") -> torch.device:
     """The device of a plan: the one that a run would use here, or a named GPU, which may be another machine's."""
-    return torch.device(name) if re.fullmatch(r"cuda(:\d+)?", name) else pick_device(name)
+    return torch.device(device_name) if re.fullmatch(r"cuda(:\d+)?", device_name) else pick_device(device_name)
 
 
-def dtype_name(option: str, target: PreTrainedConfig, device: torch.device) -> str:
+def dtype_name(option: str, target_config: PreTrainedConfig, device: torch.device) -> str:
     """The name of the dtype that the value `option` of dtype= takes on `device`."""
-    return option if option == "int8" else str(pick_dtype(option, target, device)).removeprefix("torch.")
+    return option if option == "int8" else str(pick_dtype(option, target_config, device)).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -175,8 +175,8 @@ class Plan:
     device: object = field(default_factory=planned_device)  # of a run here, unless the command names another one
 
     def __str__(self) -> str:
-        head = " ".join(["plan", *(f"{name}={value}" for name, value in self.facts.items())])
-        lines = [f"{head} device_gb={sum(part.size for part in self.parts) / GB:.2f} device={self.device}"]
+        first_line = " ".join(["plan", *(f"{name}={value}" for name, value in self.facts.items())])
+        lines = [f"{first_line} device_gb={sum(part.size for part in self.parts) / GB:.2f} device={self.device}"]
         return "\n".join([*lines, *(f"  {part.purpose}: {part.size / GB:.3f} GB" for part in self.parts)])
 
 
@@ -188,30 +188,30 @@ def explain_out_of_memory(plan: Callable[[], Sequence[Memory]]) -> Iterator[None
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not _ALLOCATION.search(str(error)):
             raise
-        parts = []
-        for part in plan():
-            remedy = f" (less with {part.lowered_by})" if part.lowered_by else ""
-            parts.append(f"{part.purpose} {part.size / GB:.2f} GB{remedy}")
-        raise UserError(f"out of memory ({reason(error)}). A run holds: {'; '.join(parts)}") from error
+        descriptions = []
+        for memory in plan():
+            remedy = f" (less with {memory.lowered_by})" if memory.lowered_by else ""
+            descriptions.append(f"{memory.purpose} {memory.size / GB:.2f} GB{remedy}")
+        raise UserError(f"out of memory ({reason(error)}). A run holds: {'; '.join(descriptions)}") from error
 
 
 def budget_of(target: Target, drafters: Mapping[str, object], max_bytes: int | None) -> CacheBudget:
     """The budget of `max_bytes`; None: of half of the memory that is free now."""
     itemsize = target.dtype.itemsize
-    total = position_bytes(target.config, itemsize)
+    token_bytes = position_bytes(target.config, itemsize)
     for model in (getattr(model, "drafter", model) for model in drafters.values()):  # without a calibration head
         if isinstance(model, LayerStack | WholeModel):
-            total += position_bytes(model.config, itemsize)
+            token_bytes += position_bytes(model.config, itemsize)
         elif isinstance(model, nn.Module) and isinstance(layers := getattr(model, "layers", None), Sized):
-            total += position_bytes(target.config, itemsize, len(layers))
-    return CacheBudget(total, free_bytes(target.device) // 2 if max_bytes is None else max_bytes)
+            token_bytes += position_bytes(target.config, itemsize, len(layers))
+    return CacheBudget(token_bytes, free_bytes(target.device) // 2 if max_bytes is None else max_bytes)
 
 
-def position_bytes(config: PreTrainedConfig, itemsize: int, layers: int | None = None) -> int:
-    """Bytes of the keys and values of one position in `layers` layers, by default all."""
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    count = config.num_hidden_layers if layers is None else layers
-    return 2 * count * key_heads(config) * width * itemsize
+def position_bytes(config: PreTrainedConfig, itemsize: int, layer_count: int | None = None) -> int:
+    """Bytes of the keys and values of one position in `layer_count` layers, by default all."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    n_cached_layers = config.num_hidden_layers if layer_count is None else layer_count
+    return 2 * n_cached_layers * key_heads(config) * head_dim * itemsize
 
 
 def free_bytes(device: torch.device) -> int:

@@ -36,7 +36,7 @@ class Models:
 
 
 def load_models(
-    config: EvaluateConfig, setup: TargetSetup, drafters: Drafters, products: Mapping[str, str] | None = None
+    config: EvaluateConfig, setup: TargetSetup, drafters: Drafters, kernel_choices: Mapping[str, str] | None = None
 ) -> Models:
     """Load the target, and prepare it and its drafters for decoding.
 
@@ -44,9 +44,9 @@ def load_models(
     """
     reference = load_reference(setup.target, setup.dtype, setup.device, int8=setup.int8)
     stack = load_stack(setup.target, reference, setup.dtype, setup.device, by_layers=config.by_layers, int8=setup.int8)
-    with record_choices(products) as kernels:
+    with record_choices(kernel_choices) as cpu_kernels:
         prepare_models(stack, drafters, reference)
-    return Models(reference, stack, drafters, make_runtime(config.runtime, setup.device), kernels)
+    return Models(reference, stack, drafters, make_runtime(config.runtime, setup.device), cpu_kernels)
 
 
 def load_stack(
@@ -75,10 +75,10 @@ def load_stack(
             raise
         print(f"by_layers=no reason={str(error)!r}", flush=True)
     fallback = WholeModel(reference or load_reference(target, dtype, device, int8=int8))
-    judged = fallback if dtype == torch.float32 else WholeModel(load_reference(target, torch.float32, device))
+    float32_model = fallback if dtype == torch.float32 else WholeModel(load_reference(target, torch.float32, device))
     try:
         require_all_kept(target.config)
-        prove_rows(judged)
+        prove_rows(float32_model)
     except UserError as error:
         raise UserError(f"target={target.source}: neither by layers nor by its own forward ({error})") from None
     return fallback
@@ -91,10 +91,10 @@ def load_reference(
 
     int8: quantised to int8, computing in `dtype`. Its codes equal the stack's, as both quantise the stored weights.
     """
-    attention = ATTENTION if why_not_by_layers(target.config) is None else None
-    stored = stored_dtype(target.config) if int8 else dtype
+    attention_name = ATTENTION if why_not_by_layers(target.config) is None else None
+    load_dtype = stored_dtype(target.config) if int8 else dtype
     model = load_causal_lm(
-        target.source, target.revision, coded=device.type == "cpu", dtype=stored, attn_implementation=attention
+        target.source, target.revision, coded=device.type == "cpu", dtype=load_dtype, attn_implementation=attention_name
     )
     model.requires_grad_(False).eval()
     if int8:
@@ -114,13 +114,13 @@ def prepare_models(target: Target, drafters: Drafters, reference: PreTrainedMode
             lay_out(target.layered, target.device)
         if reference is not None:
             pack_codes(reference)
-        for name, model in drafters.items():
-            KINDS[name].load_plugin().prepare(model, target)
+        for kind, model in drafters.items():
+            KINDS[kind].load_plugin().prepare(model, target)
 
 
-def make_runtime(name: str, device: torch.device) -> Runtime:
-    """The runtime called `name` (auto | eager | graphed); auto is graphed on CUDA and eager elsewhere."""
-    if name == "graphed" or (name == "auto" and device.type == "cuda"):
+def make_runtime(runtime_name: str, device: torch.device) -> Runtime:
+    """The runtime called `runtime_name` (auto | eager | graphed); auto is graphed on CUDA and eager elsewhere."""
+    if runtime_name == "graphed" or (runtime_name == "auto" and device.type == "cuda"):
         from outrider.inference.engines.graphs.cuda_graphs import Graphed  # an engine is loaded only where it is used
 
         return Graphed()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from outrider.base.errors import UserError
 from outrider.base.files import require_writable
 from outrider.base.run_dirs import clear, rehearsal_folder, require_rehearsal
-from outrider.base.settings import Config, RunConfig, Settings, debug_value, gives
+from outrider.base.settings import Config, RunConfig, Settings, covers, debug_value
 from outrider.data_prep.text.chat import render_prompt
 from outrider.data_prep.text.documents import encode
 from outrider.data_prep.text.prompts import read_prompts
@@ -66,83 +66,83 @@ def rehearse(run: Callable[[Run], object], config: Run, typed_keys: Collection[s
     from outrider.base.processes import from_main, join_processes, only_run_of
     from outrider.draft_models.tiny.models import save_tiny_models  # imports torch, which some commands do not need
 
-    folder, state = rehearsal_folder(config.out_dir), join_processes()
-    from_main(state, lambda: None if config.resume else require_rehearsal(folder, MODELS))
-    models, out_dir = folder / MODELS, folder / "run"
+    debug_dir, processes = rehearsal_folder(config.out_dir), join_processes()
+    from_main(processes, lambda: None if config.resume else require_rehearsal(debug_dir, MODELS))
+    model_dir, out_dir = debug_dir / MODELS, debug_dir / "run"
 
     def save_models() -> None:
-        target = check_inputs(config, lambda key: gives(typed_keys, key))
+        target = check_inputs(config, lambda key: covers(typed_keys, key))
         if not config.resume:
-            clear(folder)
-        architecture = save_tiny_models(models, target)
-        print(f"debug target={models / TARGET} architecture={architecture} out_dir={out_dir}", flush=True)
+            clear(debug_dir)
+        architecture = save_tiny_models(model_dir, target)
+        print(f"debug target={model_dir / TARGET} architecture={architecture} out_dir={out_dir}", flush=True)
 
-    with only_run_of(state, require_writable(folder), "a debug run"):
-        from_main(state, save_models)
+    with only_run_of(processes, require_writable(debug_dir), "a debug run"):
+        from_main(processes, save_models)
         changes: dict[str, Any] = {"debug": False, "out_dir": str(out_dir)}
-        run(replace(shrink(config, folder, models), **changes))
+        run(replace(shrink(config, debug_dir, model_dir), **changes))
 
 
-def shrink(config: Config, folder: Path, models: Path | None = None) -> Config:
+def shrink(config: Config, folder: Path, model_dir: Path | None = None) -> Config:
     """`config` at almost no cost: small numbers, no network, a few rows of text.
 
     models: the folder that `save_tiny_models` wrote; its models replace all others. None: `config` is a step of the
     pipeline in `folder`. Then the target and the pipeline's own models and texts stay. Other drafters are removed, with
     the methods that need them.
     """
-    changes, options_without_models = dict[str, object](), dict[str, object]()
+    changes, changes_without_models = dict[str, object](), dict[str, object]()
     data = getattr(config, "data", None)
-    reads_own_text = models is None and (not isinstance(data, DataConfig) or _has_source_in(folder, data))
+    reads_pipeline_text = model_dir is None and (not isinstance(data, DataConfig) or _has_source_in(folder, data))
     for option in fields(config):
         name, value = option.name, getattr(config, option.name)
-        mark = option.metadata.get("debug")
-        if config.unread_with(name) or (models is None and isinstance(value, str) and _is_in(folder, value)):
+        debug_spec = option.metadata.get("debug")
+        if config.disabled_by(name) or (model_dir is None and isinstance(value, str) and _is_in(folder, value)):
             continue
         if isinstance(value, DataConfig):
-            changes[name] = _shrink_data(value, folder, models, asks=getattr(config, "asks", False))
-        elif isinstance(mark, TinyModel):
-            if models is not None and value is not None:
-                changes[name] = _tiny_model(mark, value, models)
-            elif value is not None and mark.name != TARGET:
+            changes[name] = _shrink_data(value, folder, model_dir, asks=getattr(config, "asks", False))
+        elif isinstance(debug_spec, TinyModel):
+            if model_dir is not None and value is not None:
+                changes[name] = _tiny_model(debug_spec, value, model_dir)
+            elif value is not None and debug_spec.name != TARGET:
                 changes[name] = None
-                options_without_models |= mark.without
-        elif mark is None and isinstance(value, Settings):
-            changes[name] = shrink(value, folder, models)
+                changes_without_models |= debug_spec.without
+        elif debug_spec is None and isinstance(value, Settings):
+            changes[name] = shrink(value, folder, model_dir)
         else:
-            changes[name] = debug_value(option, value, step=reads_own_text)
+            changes[name] = debug_value(option, value, step=reads_pipeline_text)
     if isinstance(config, EvaluateConfig):
         removed = {kind.name for kind in KINDS.values() if kind.option and changes.get(kind.option, "") is None}
-        methods = {name: method for name, method in config.methods.items() if models or method.source not in removed}
-        changes["methods"] = {name: shrink(method, folder, models) for name, method in methods.items()}
-    return replace(config, **changes | options_without_models)
+        methods = {name: method for name, method in config.methods.items() if model_dir or method.source not in removed}
+        changes["methods"] = {name: shrink(method, folder, model_dir) for name, method in methods.items()}
+    return replace(config, **changes | changes_without_models)
 
 
-def _tiny_model(mark: TinyModel, path: str, models: Path) -> str:
-    """The tiny model that replaces the model in `path`, of the same kind if the option takes any kind."""
-    kind = kind_in(path) if mark.any_kind else None
-    name = mark.name if kind is None or kind.name == EARLY_EXIT or kind.option is None else kind.option
-    return str(models / name)
+def _tiny_model(mark: TinyModel, model_path: str, model_dir: Path) -> str:
+    """The tiny model that replaces the model in `model_path`, of the same kind if the option takes any kind."""
+    kind = kind_in(model_path) if mark.any_kind else None
+    dir_name = mark.name if kind is None or kind.name == EARLY_EXIT or kind.option is None else kind.option
+    return str(model_dir / dir_name)
 
 
-def _shrink_data(data: DataConfig, folder: Path, models: Path | None, *, asks: bool) -> DataConfig:
+def _shrink_data(data: DataConfig, folder: Path, model_dir: Path | None, *, asks: bool) -> DataConfig:
     """`data` with library files instead of each source; in a step, a few records of a source that the pipeline wrote.
 
     asks: its records are prompts. Without a pipeline half of the text is held out.
     """
-    in_step = models is None
+    is_step = model_dir is None
 
     def shrink_source(source: Source) -> Source:
-        if in_step and _is_source_in(folder, source):
-            records = min(_PIPELINE_RECORDS, source.max_records or _PIPELINE_RECORDS)
-            return replace(source, max_records=records, share=1.0)
+        if is_step and _is_source_in(folder, source):
+            record_limit = min(_PIPELINE_RECORDS, source.max_records or _PIPELINE_RECORDS)
+            return replace(source, max_records=record_limit, share=1.0)
         return replace(source, **vars(_LIBRARY))
 
-    heldout = 0.5
-    if in_step and _has_source_in(folder, data):  # all prompts are answered; some of the answers are held out
-        heldout = data.heldout_fraction if asks else 0.3
-    mix = {name: shrink_source(part) for name, part in data.mix.items()}
-    small = replace(data, mix=mix) if mix else shrink_source(data)
-    return replace(small, heldout_fraction=heldout, cache_dir=str(folder / "cache"))
+    heldout_share = 0.5
+    if is_step and _has_source_in(folder, data):  # all prompts are answered; some of the answers are held out
+        heldout_share = data.heldout_fraction if asks else 0.3
+    mix = {name: shrink_source(mix_source) for name, mix_source in data.mix.items()}
+    small_data = replace(data, mix=mix) if mix else shrink_source(data)
+    return replace(small_data, heldout_fraction=heldout_share, cache_dir=str(folder / "cache"))
 
 
 def _has_source_in(folder: Path, data: DataConfig) -> bool:
@@ -165,21 +165,21 @@ def check_inputs(config: Any, is_checked: Callable[[str], bool]) -> "PreTrainedC
     is_checked: whether to check the option with this dotted key. Raises `UserError` for unusable inputs.
     """
     target, tokenizer = None, None
-    encoder = getattr(config, "tokenizer", None)
-    if reads_encoder := encoder is not None and is_checked("tokenizer"):
-        open_encoder(encoder, config.revision)
+    tokenizer_source = getattr(config, "tokenizer", None)
+    if reads_encoder := tokenizer_source is not None and is_checked("tokenizer"):
+        open_encoder(tokenizer_source, config.revision)
     is_unseen = reads_encoder and isinstance(config, TargetOrTokenizer)
     if is_unseen or (getattr(config, "target", None) is not None and is_checked("target")):
         from outrider.draft_models.targets.unseen_target import open_given  # imports torch, as above
 
-        opened = open_given(config, by_layers=getattr(config, "by_layers", False))
-        target, tokenizer = None if is_unseen else opened, opened.tokenizer
+        opened_target = open_given(config, by_layers=getattr(config, "by_layers", False))
+        target, tokenizer = None if is_unseen else opened_target, opened_target.tokenizer
     data: DataConfig | None = getattr(config, "data", None)
-    parts = [] if data is None else [(f"data.mix.{name}", part) for name, _, part in data.parts()] or [("data", data)]
-    for key, part in parts:
+    sources = [] if data is None else [(f"data.mix.{name}", part) for name, _, part in data.parts()] or [("data", data)]
+    for key, part in sources:
         _check_source(key, part, tokenizer, is_checked, asking=getattr(config, "asks", False))
-    prompts = getattr(config, "prompts", None)  # a number in the settings of calibrate
-    if isinstance(prompts, str) and prompts != "python_stdlib" and is_checked("prompts"):
+    prompts_option = getattr(config, "prompts", None)  # a number in the settings of calibrate
+    if isinstance(prompts_option, str) and prompts_option != "python_stdlib" and is_checked("prompts"):
         _check_prompt(config, tokenizer)
     return None if target is None else target.config
 
@@ -204,15 +204,15 @@ def _check_source(
 def _check_record(key: str, data: DataConfig, tokenizer: "PreTrainedTokenizerBase | None", *, asking: bool) -> None:
     """Render and encode the first usable record. Raises `UserError` if there is none."""
     counts = Counts()
-    splits = (read_records(data, split, counts, asking=asking) for split in ("train", "heldout"))
-    for record in chain.from_iterable(splits):
+    record_streams = (read_records(data, split, counts, asking=asking) for split in ("train", "heldout"))
+    for record in chain.from_iterable(record_streams):
         with counts.count_refused():
             if tokenizer is None:
                 return
             if "messages" in record:
-                users = [i for i, message in enumerate(record["messages"]) if message["role"] == "user"]
-                first = record["messages"][: users[0] + 1] if users else ("a question",)
-                render_prompt(first, tokenizer, data.template, f"{key}.template", where=record["id"])
+                user_indices = [i for i, message in enumerate(record["messages"]) if message["role"] == "user"]
+                first_messages = record["messages"][: user_indices[0] + 1] if user_indices else ("a question",)
+                render_prompt(first_messages, tokenizer, data.template, f"{key}.template", where=record["id"])
             if not asking:
                 encode([record], tokenizer, data.template)
             return
@@ -222,7 +222,7 @@ def _check_record(key: str, data: DataConfig, tokenizer: "PreTrainedTokenizerBas
 def _check_prompt(config: Any, tokenizer: "PreTrainedTokenizerBase | None") -> None:
     """Read the first prompt, and render it unless the record of a drafter's training may name its template."""
     (prompt,) = read_prompts(config.prompts, limit=1)
-    by_record = config.template == "auto" and any(getattr(config, key) for key in DRAFTERS)
-    if tokenizer is not None and prompt.chat and (tokenizer.chat_template or not by_record):
+    may_have_record = config.template == "auto" and any(getattr(config, key) for key in DRAFTERS)
+    if tokenizer is not None and prompt.chat and (tokenizer.chat_template or not may_have_record):
         tokenizer = bind_arguments(tokenizer, config.chat_template_kwargs, config.template)
         render_prompt(prompt.messages(prompt.turns[:1]), tokenizer, config.template)

@@ -79,28 +79,28 @@ def find_setup(config: EvaluateConfig) -> TargetSetup:
     if stops:
         StopStrings(stops, target.tokenizer)  # raises for unusable stop strings
     device = pick_device(config.device)
-    dtype, int8 = pick_dtype(config.dtype, target.config, device), config.dtype == "int8"
-    if int8:
+    dtype, is_int8 = pick_dtype(config.dtype, target.config, device), config.dtype == "int8"
+    if is_int8:
         target.require_int8()
-    trained, arguments = _templates_of_training(config, target), config.chat_template_kwargs
-    setup = TargetSetup(target, eos, stops, inherited, device, dtype, int8, config.template, trained, arguments)
+    templates, chat_kwargs = _templates_of_training(config, target), config.chat_template_kwargs
+    setup = TargetSetup(target, eos, stops, inherited, device, dtype, is_int8, config.template, templates, chat_kwargs)
     _ = setup.tokenizer  # raises for arguments that the template does not read
     return setup
 
 
 def _templates_of_training(config: EvaluateConfig, target: OpenTarget) -> dict[str, frozenset[ChatTemplate]]:
     """The templates of the drafters' training, by kind. Warns of settings that differ from it."""
-    trained: dict[str, frozenset[ChatTemplate]] = {}
-    arguments = config.chat_template_kwargs
+    templates: dict[str, frozenset[ChatTemplate]] = {}
+    chat_kwargs = config.chat_template_kwargs
     for kind, record in config.training_records().items():
-        if parts := conversations_in(record.data, target.tokenizer):
-            trained[kind] = frozenset(part.template for part in parts)
-            if arguments not in (learned := [part.chat_template_kwargs for part in parts]):
-                warn(f"{KWARGS}={arguments}: the conversations that the {kind} drafter learned from had {learned[0]}")
-    if config.template == "none" and trained and {"none"} not in trained.values():
-        origins = ", ".join(f"{kind} learned by {' and '.join(sorted(names))}" for kind, names in trained.items())
+        if sources := conversations_in(record.data, target.tokenizer):
+            templates[kind] = frozenset(source.template for source in sources)
+            if chat_kwargs not in (learned := [source.chat_template_kwargs for source in sources]):
+                warn(f"{KWARGS}={chat_kwargs}: the conversations that the {kind} drafter learned from had {learned[0]}")
+    if config.template == "none" and templates and {"none"} not in templates.values():
+        origins = ", ".join(f"{kind} learned by {' and '.join(sorted(names))}" for kind, names in templates.items())
         warn(f"template=none: chat prompts are bare text, but {origins}; leave template= out to measure that")
-    return trained
+    return templates
 
 
 def find_target(config: EvaluateConfig) -> OpenTarget:
@@ -140,22 +140,22 @@ def config_with_drafter(config: EvaluateConfig, setup: TargetSetup, checkpoint: 
         raise UserError(f"checkpoint={checkpoint}: {no_drafter_in(Path(checkpoint))}")
     [(name, method)] = config.methods.items()
     methods = {name: method} if method.source == kind.name else {kind.preset: preset(kind.preset)}
-    no_others: dict[str, Any] = {str(k.option): None for k in KINDS.values() if hasattr(config, str(k.option))}
-    drafting = {**no_others, "checkpoint": checkpoint, "drafters": {}, "methods": methods}
-    config = replace(config, target=setup.target.source, **drafting)
-    trained = replace(setup, trained=_templates_of_training(config, setup.target)).chat_template
-    same = trained == setup.chat_template or {trained, setup.chat_template} == {"auto", "tokenizer"}
+    cleared_options: dict[str, Any] = {str(k.option): None for k in KINDS.values() if hasattr(config, str(k.option))}
+    drafter_settings = {**cleared_options, "checkpoint": checkpoint, "drafters": {}, "methods": methods}
+    config = replace(config, target=setup.target.source, **drafter_settings)
+    trained_template = replace(setup, trained=_templates_of_training(config, setup.target)).chat_template
+    same = trained_template == setup.chat_template or {trained_template, setup.chat_template} == {"auto", "tokenizer"}
     require(same, "checkpoint", checkpoint, f"one trained on conversations that template={setup.chat_template} renders")
     return config
 
 
 def no_drafter_in(folder: Path) -> str:
     """An error text: the contents of `folder`, which is no drafter, and the expected ones."""
-    files: dict[str, list[str]] = {}
+    kinds_by_file: dict[str, list[str]] = {}
     for kind in KINDS.values():
         if kind.file is not None:
-            files.setdefault(kind.file, []).append(kind.name)
-    expected = ", ".join(f"{file} ({' or '.join(names)})" for file, names in files.items())
+            kinds_by_file.setdefault(kind.file, []).append(kind.name)
+    expected = ", ".join(f"{file} ({' or '.join(names)})" for file, names in kinds_by_file.items())
     if not folder.is_dir():
         return f"no such directory; expected one with {expected}; a Hub name goes to small_lm=, eagle3= or dflash="
     contents = list_words(sorted(file.name for file in folder.iterdir())) or "nothing"
@@ -171,7 +171,7 @@ def end_tokens(target: OpenTarget) -> frozenset[int]:
     for candidate in (configured, target.config.eos_token_id, target.tokenizer.eos_token_id):
         if candidate is not None:
             ids = candidate if isinstance(candidate, list) else [candidate]
-            valid = all(type(i) is int and i >= 0 for i in ids)
-            require(valid, f"{target.source}: eos_token_id", candidate, "token ids")
+            is_valid = all(type(i) is int and i >= 0 for i in ids)
+            require(is_valid, f"{target.source}: eos_token_id", candidate, "token ids")
             return frozenset(ids)
     return frozenset()

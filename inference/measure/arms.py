@@ -98,13 +98,13 @@ class _ArmMaker:
         streams: Streams,
         rule: Verification = "exact",
     ) -> Generation:
-        text, max_new_tokens = self.text, self.text.max_new_tokens
-        verify_stream = streams.of("verify") if text.sampling.temperature > 0 else None
-        selector = self.choosing(TokenSelector(text.sampler(prompt, self.stack.device), verify_stream, rule))
-        options = {"max_new_tokens": max_new_tokens, "eos": text.eos, "runtime": self.runtime, "clock": self.clock}
+        settings, max_new_tokens = self.text, self.text.max_new_tokens
+        verify_stream = streams.of("verify") if settings.sampling.temperature > 0 else None
+        selector = self.choosing(TokenSelector(settings.sampler(prompt, self.stack.device), verify_stream, rule))
+        options = {"max_new_tokens": max_new_tokens, "eos": settings.eos, "runtime": self.runtime, "clock": self.clock}
         rounds = decode(prompt, selector=selector, **options)
-        if text.stops and text.tokenizer is not None:
-            rounds = cut_at_stop(rounds, prompt, StopStrings(text.stops, text.tokenizer).first_end)
+        if settings.stops and settings.tokenizer is not None:
+            rounds = cut_at_stop(rounds, prompt, StopStrings(settings.stops, settings.tokenizer).first_end)
         with Stage("", max_new_tokens, "tokens") as stage:
             return collect(_advance_stage(rounds, stage), self.clock)
 
@@ -120,9 +120,9 @@ def rerun_on_capture(arm: Arm, runtime: Runtime) -> Arm:
 
     def decode_without_captures(prompt: Sequence[int], streams: Streams) -> Generation:
         while True:
-            before = runtime.captures
+            captures_before = runtime.captures
             generation = arm(prompt, streams)
-            if runtime.captures == before:
+            if runtime.captures == captures_before:
                 return generation
 
     return decode_without_captures
@@ -148,22 +148,22 @@ class _FirstToken(BaseStreamer):
 
 @torch.inference_mode()
 def transformers_generate(
-    model: PreTrainedModel, prompt: Sequence[int], text: TextSettings, seed: int = 0
+    model: PreTrainedModel, prompt: Sequence[int], text_settings: TextSettings, seed: int = 0
 ) -> Generation:
     """The target through transformers' own `generate`, with its own attention and cache."""
     ids = torch.tensor([prompt], device=model.device)
-    model.generation_config = settings = text.for_generate()
-    timed_first = _FirstToken(Stage("", text.max_new_tokens, "tokens"))
-    with timed_first.stage, stock_attention(model), torch.random.fork_rng():
+    model.generation_config = settings = text_settings.for_generate()
+    streamer = _FirstToken(Stage("", text_settings.max_new_tokens, "tokens"))
+    with streamer.stage, stock_attention(model), torch.random.fork_rng():
         torch.manual_seed(seed)
         started = time.perf_counter()
-        out = model.generate(  # type: ignore[operator]
-            ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=timed_first,
-            tokenizer=text.tokenizer if text.stops else None,
+        output_ids = model.generate(  # type: ignore[operator]
+            ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=streamer,
+            tokenizer=text_settings.tokenizer if text_settings.stops else None,
         )  # fmt: skip
         ended = time.perf_counter()
-    tokens = cut(out[0, len(prompt) :].tolist(), text.eos, text.max_new_tokens)
-    return Generation(tokens, timed_first.at - started, ended - timed_first.at)
+    tokens = cut(output_ids[0, len(prompt) :].tolist(), text_settings.eos, text_settings.max_new_tokens)
+    return Generation(tokens, streamer.at - started, ended - streamer.at)
 
 
 @dataclass(frozen=True)
@@ -195,26 +195,26 @@ def run_arms(
     """
     prompts = [query.prompt for query in queries]
     streams = [[Streams(seed, query.prompt_id, repeat) for query in queries] for repeat in range(repeats)]
-    names = list(arms)
-    runs: dict[str, list[list[Generation]]] = {name: [] for name in names}
+    arm_names = list(arms)
+    runs: dict[str, list[list[Generation]]] = {name: [] for name in arm_names}
     for repeat in range(repeats):
-        shift = (turn + repeat) % len(names)
-        for number, name in enumerate(names[shift:] + names[:shift], 1):
-            with Stage(f"arm {number}/{len(names)} {name}"):
+        shift = (turn + repeat) % len(arm_names)
+        for number, name in enumerate(arm_names[shift:] + arm_names[:shift], 1):
+            with Stage(f"arm {number}/{len(arm_names)} {name}"):
                 runs[name].append(decode_all(arms[name], prompts, streams[repeat], None if name in alone else batch))
     medians = {
         name: sorted(generations, key=lambda texts: sum(text.decode_seconds for text in texts))[(repeats - 1) // 2]
         for name, generations in runs.items()
     }
     reference = TRANSFORMERS if TRANSFORMERS in arms else AUTOREGRESSIVE
-    profiles = {
+    profiles_by_arm = {
         name: decode_all(profiler, prompts, streams[0], None if name in alone else batch)
         for name, profiler in (profilers or {}).items()
     }
     return [
         PromptResult(
             query.prompt_id, query.category, tuple(query.prompt), {name: texts[i] for name, texts in medians.items()},
-            reference, {name: texts[i] for name, texts in profiles.items()},
+            reference, {name: texts[i] for name, texts in profiles_by_arm.items()},
             answer=runs[AUTOREGRESSIVE][0][i].tokens, conversation=query.conversation, group=query.group,
         )
         for i, query in enumerate(queries)
@@ -232,14 +232,14 @@ def decode_all(
     if batch is None:
         return [arm(*arguments) for arguments in zip(prompts, streams, strict=True)]
     generations: dict[int, Generation] = {}
-    ended: list[Exception | None] = []
+    errors: list[Exception | None] = []
 
     def text(index: int) -> Iterator[Round]:
         generations[index] = arm(prompts[index], streams[index])  # its passes run together with the others'
         yield from ()
 
     for index in range(len(prompts)):
-        batch.add(BatchText(text(index), lambda _: None, ended.append))
+        batch.add(BatchText(text(index), lambda _: None, errors.append))
     started = time.perf_counter()
     try:
         while batch.texts:
@@ -247,19 +247,19 @@ def decode_all(
     finally:
         batch.close()
     seconds = time.perf_counter() - started
-    for error in filter(None, ended):
+    for error in filter(None, errors):
         raise error
     return _share_time([generations[index] for index in range(len(prompts))], seconds)
 
 
 def _share_time(texts: Sequence[Generation], seconds: float) -> list[Generation]:
     """`texts`, which were decoded together in `seconds`, each with its share of that time."""
-    decoding = seconds - sum(text.prefill_seconds for text in texts)
-    pace = decoding / max(1, sum(len(text.tokens) - 1 for text in texts))
+    shared_seconds = seconds - sum(text.prefill_seconds for text in texts)
+    token_seconds = shared_seconds / max(1, sum(len(text.tokens) - 1 for text in texts))
     timed_texts = []
     for text in texts:
-        decode_seconds, waited = pace * (len(text.tokens) - 1), sum(r.seconds for r in text.rounds)
-        scale = decode_seconds / waited if waited else 0.0
+        decode_seconds, round_seconds = token_seconds * (len(text.tokens) - 1), sum(r.seconds for r in text.rounds)
+        scale = decode_seconds / round_seconds if round_seconds else 0.0
         timed_rounds = [
             replace(r, seconds=scale * r.seconds, draft_seconds=scale * r.draft_seconds,
                     structure_seconds=scale * r.structure_seconds, verify_seconds=scale * r.verify_seconds)
@@ -270,9 +270,9 @@ def _share_time(texts: Sequence[Generation], seconds: float) -> list[Generation]
 
 
 def measure_deviations(
-    stock: PreTrainedModel,
+    hf_model: PreTrainedModel,
     results: Sequence[PromptResult],
-    make: MakeArms,
+    build_arms: MakeArms,
     streams: Sequence[Streams],
     batch: Batch | None = None,
 ) -> list[dict[str, Deviation]]:
@@ -280,7 +280,7 @@ def measure_deviations(
 
     stock: the target as transformers runs it; streams, batch: those of the results' generations.
     """
-    references = [make_reference(stock, r.prompt, r.generations[r.reference].tokens) for r in results]
+    references = [make_reference(hf_model, r.prompt, r.generations[r.reference].tokens) for r in results]
     selectors: list[Forced] = []
 
     def force(selector: TokenSelector) -> TokenSelector:
@@ -288,31 +288,31 @@ def measure_deviations(
         return selectors[-1]
 
     deviations: list[dict[str, Deviation]] = [{} for _ in results]
-    for name, arm in make(force).items():
+    for name, arm in build_arms(force).items():
         decode_all(arm, [r.prompt for r in results], streams, batch)
-        for by_arm, result, forced in zip(deviations, results, selectors[-len(results) :], strict=True):
-            by_arm[name] = forced.deviation(result.generations[name].tokens)
+        for deviation_by_arm, result, forced in zip(deviations, results, selectors[-len(results) :], strict=True):
+            deviation_by_arm[name] = forced.deviation(result.generations[name].tokens)
     return deviations
 
 
 def show_rounds(
-    make: MakeArms,
+    build_arms: MakeArms,
     methods: Collection[str],
     prompts: Sequence[Sequence[int]],
     streams: Sequence[Streams],
     batch: Batch | None = None,
 ) -> list[dict[str, tuple[ShownRound, ...]]]:
     """The rounds of every method on each prompt, by name: an extra, untimed run that records the trees."""
-    selectors: list[TreeLog] = []
+    tree_logs: list[TreeLog] = []
 
     def note(selector: TokenSelector) -> TokenSelector:
-        selectors.append(TreeLog(selector))
-        return selectors[-1]
+        tree_logs.append(TreeLog(selector))
+        return tree_logs[-1]
 
     rounds: list[dict[str, tuple[ShownRound, ...]]] = [{} for _ in prompts]
-    for name, arm in make(note).items():
+    for name, arm in build_arms(note).items():
         if name in methods:
             texts = decode_all(arm, prompts, streams, batch)
-            for by_method, text, noted in zip(rounds, texts, selectors[-len(prompts) :], strict=True):
-                by_method[name] = shown_rounds(text.tokens[0], text.rounds, noted.verified)
+            for rounds_by_method, text, tree_log in zip(rounds, texts, tree_logs[-len(prompts) :], strict=True):
+                rounds_by_method[name] = shown_rounds(text.tokens[0], text.rounds, tree_log.verified)
     return rounds

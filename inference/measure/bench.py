@@ -42,19 +42,19 @@ JUDGED_PROMPTS = 12
 
 
 def prepare_methods(
-    config: EvaluateConfig, setup: TargetSetup, models: Models, prompt: Sequence[int], positions: int
+    config: EvaluateConfig, setup: TargetSetup, models: Models, prompt: Sequence[int], max_positions: int
 ) -> Prepared:
     """The methods of `config`, with "auto" sizes measured on `prompt`. positions: the length of the longest text."""
     stack = models.stack
     drafter_models = [KINDS[name].load_plugin().causal_lms(model) for name, model in models.drafters.items()]
-    kernels = models.runtime.choose_kernels([stack, *itertools.chain.from_iterable(drafter_models)], positions)
-    models.runtime.prepare(positions, kernels)
+    kernels = models.runtime.choose_kernels([stack, *itertools.chain.from_iterable(drafter_models)], max_positions)
+    models.runtime.prepare(max_positions, kernels)
     clock = synchronized_clock if stack.device.type == "cuda" else time.perf_counter
-    tuned = tune(
+    tune_result = tune(
         config.methods, stack, models.drafters, prompt, setup.text(config.max_new_tokens, config.sampling),
         seed=config.seed, runtime=models.runtime, clock=clock,
     )  # fmt: skip
-    return Prepared(*tuned, kernels, products=models.products)
+    return Prepared(*tune_result, kernels, products=models.products)
 
 
 @dataclass(frozen=True)
@@ -85,44 +85,44 @@ def make_bench(
     config: EvaluateConfig, setup: TargetSetup, models: Models, prepared: Prepared, prompt: Sequence[int], prompts: int
 ) -> Bench:
     """The arms of `config`, warmed up on a few tokens after `prompt`; `prompts`: the total number of prompts."""
-    parts = models.stack, models.drafters, prepared.methods
+    arm_inputs = models.stack, models.drafters, prepared.methods
     batch = Batch(models.runtime, yielding=False) if config.batch > 1 else None
-    make = partial(make_arms, *parts, runtime=batch or models.runtime, tunings=prepared.tunings)
-    reference, text = models.reference if config.compare_transformers else None, setup.text
+    make = partial(make_arms, *arm_inputs, runtime=batch or models.runtime, tunings=prepared.tunings)
+    reference, make_settings = models.reference if config.compare_transformers else None, setup.text
 
-    def arms_for(new_tokens: int, clock: Clock = time.perf_counter) -> dict[str, Arm]:
-        return make(reference, text(new_tokens, config.sampling), clock=clock)
+    def arms_for(max_new_tokens: int, clock: Clock = time.perf_counter) -> dict[str, Arm]:
+        return make(reference, make_settings(max_new_tokens, config.sampling), clock=clock)
 
     def arms_with(choosing: Choosing) -> dict[str, Arm]:
-        return make(None, text(config.max_new_tokens, config.sampling), choosing=choosing)
+        return make(None, make_settings(config.max_new_tokens, config.sampling), choosing=choosing)
 
-    tokens = min(WARM_UP_TOKENS, config.max_new_tokens)
-    alone = frozenset({TRANSFORMERS})
-    for name, arm in track_progress(arms_for(tokens).items(), "warming up, compiling what is new", "methods"):
-        streams, together = Streams(config.seed).within("warm-up"), None if name in alone else batch
-        decode_all(arm, [prompt] * config.batch, [streams] * config.batch, together)
+    warm_up_tokens = min(WARM_UP_TOKENS, config.max_new_tokens)
+    alone_arms = frozenset({TRANSFORMERS})
+    for name, arm in track_progress(arms_for(warm_up_tokens).items(), "warming up, compiling what is new", "methods"):
+        streams, arm_batch = Streams(config.seed).within("warm-up"), None if name in alone_arms else batch
+        decode_all(arm, [prompt] * config.batch, [streams] * config.batch, arm_batch)
     profilers: dict[str, Arm] = {}
     if setup.device.type == "cuda":
-        synchronized = arms_for(config.max_new_tokens, synchronized_clock)
-        profilers = {name: synchronized[name] for name in (AUTOREGRESSIVE, *prepared.methods)}
-    sampled = config.sampling.temperature > 0
-    count = -(-JUDGED_PROMPTS // config.batch)
+        synchronized_arms = arms_for(config.max_new_tokens, synchronized_clock)
+        profilers = {name: synchronized_arms[name] for name in (AUTOREGRESSIVE, *prepared.methods)}
+    is_sampled = config.sampling.temperature > 0
+    n_judged = -(-JUDGED_PROMPTS // config.batch)
 
     def spread(total: int, count: int) -> frozenset[int]:
-        """`count` of `total`, evenly spread; the first that are measured where minutes may leave others out."""
-        even = (i * total // count for i in range(count))
-        return frozenset(even if config.minutes is None else spread_order(total)[:count])
+        """`n_judged` of `total`, evenly spread; the first that are measured where minutes may leave others out."""
+        even_indices = (i * total // count for i in range(count))
+        return frozenset(even_indices if config.minutes is None else spread_order(total)[:count])
 
-    groups = prompts // config.batch
-    order = range(groups) if config.minutes is None else spread_order(groups)
-    judged = spread(groups, count) if config.minutes is None else frozenset([*order][: 2 * count : 2])
+    n_groups = prompts // config.batch
+    group_order = range(n_groups) if config.minutes is None else spread_order(n_groups)
+    judged = spread(n_groups, n_judged) if config.minutes is None else frozenset([*group_order][: 2 * n_judged : 2])
     display_positions = spread(prompts, config.show_prompts)
     # If an int8 model's arm ran the float weights by mistake, its text might still be equal by chance.
-    judge = arms_with if sampled or setup.dtype in HALF or setup.int8 else None
+    judge = arms_with if is_sampled or setup.dtype in HALF or setup.int8 else None
     arms, watch = arms_for(config.max_new_tokens), CpuWatch()
     if setup.device.type == "cpu":
         arms[AUTOREGRESSIVE] = watch.around(arms[AUTOREGRESSIVE])
-    return Bench(arms, profilers, judged, judge, display_positions, arms_with, watch, batch, alone, order)
+    return Bench(arms, profilers, judged, judge, display_positions, arms_with, watch, batch, alone_arms, group_order)
 
 
 def peak_memory(device: torch.device) -> int:
@@ -158,18 +158,18 @@ class Talk:
         """
         if self.skipped or number >= len(self.prompt.turns):
             return None
-        turn_ids, ids, why = self.prompt.turn_ids, self.first_ids, ""
+        turn_ids, ids, skip_reason = self.prompt.turn_ids, self.first_ids, ""
         answers = [result.answer for result in self.results]
         self.texts += [*(answer_text(answer, setup.tokenizer) for answer in answers[-1:]), self.prompt.turns[number]]
         try:
             ids = render(setup, self.prompt, self.texts, answers) if answers else ids
         except UnusableTextError as error:  # caused by an answer of the target
-            ids, why = [], str(error)
+            ids, skip_reason = [], str(error)
         if len(ids) + config.max_new_tokens > context:
-            why = f"{len(ids)} tokens and {config.max_new_tokens} new ones in a context of {context}"
-        if why:
-            print(f"skipped prompt={self.prompt.id} turn={number + 1}: {why}", flush=True)
-            reasons = itertools.chain([why], itertools.repeat("a turn before it was left out"))
+            skip_reason = f"{len(ids)} tokens and {config.max_new_tokens} new ones in a context of {context}"
+        if skip_reason:
+            print(f"skipped prompt={self.prompt.id} turn={number + 1}: {skip_reason}", flush=True)
+            reasons = itertools.chain([skip_reason], itertools.repeat("a turn before it was left out"))
             self.skipped = tuple(map(Skipped, turn_ids[number:], reasons))
             return None
         return Turn(turn_ids[number], self.prompt.category, ids, self.prompt.id)
@@ -182,32 +182,32 @@ def measure_talks(
 
     The place of the group in the order of measuring and the turn determine which arm runs first, in any process.
     """
-    index = talks[0].position // config.batch
-    group = None if bench.batch is None else f"{index} {talks[0].prompt.id}"
+    group_index = talks[0].position // config.batch
+    group_name = None if bench.batch is None else f"{group_index} {talks[0].prompt.id}"
     context = context_length(setup.config, models.drafters)
     for number in range(max(len(talk.prompt.turns) for talk in talks)):
-        turns = [(talk, turn) for talk in talks if (turn := talk.ask(number, config, setup, context)) is not None]
-        if not turns:
+        talk_turns = [(talk, turn) for talk in talks if (turn := talk.ask(number, config, setup, context)) is not None]
+        if not talk_turns:
             return
-        queries = [replace(turn, group=group) for _, turn in turns]
+        queries = [replace(turn, group=group_name) for _, turn in talk_turns]
         results = run_arms(
-            bench.arms, queries, repeats=config.repeats, turn=bench.order.index(index) + number, seed=config.seed,
+            bench.arms, queries, repeats=config.repeats, turn=bench.order.index(group_index) + number, seed=config.seed,
             profilers=bench.profilers, batch=bench.batch, alone=bench.alone,
         )  # fmt: skip
-        results = with_deviations(config, models, bench, index, results)
-        displayed = [number == 0 and talk.position in bench.display_positions for talk, _ in turns]
-        results = with_rounds(config, bench, displayed, results)
-        for (talk, _), result in zip(turns, results, strict=True):
+        results = with_deviations(config, models, bench, group_index, results)
+        display_flags = [number == 0 and talk.position in bench.display_positions for talk, _ in talk_turns]
+        results = with_rounds(config, bench, display_flags, results)
+        for (talk, _), result in zip(talk_turns, results, strict=True):
             talk.results.append(result)
 
 
 def with_deviations(
-    config: EvaluateConfig, models: Models, bench: Bench, index: int, results: list[PromptResult]
+    config: EvaluateConfig, models: Models, bench: Bench, group_index: int, results: list[PromptResult]
 ) -> list[PromptResult]:
     """`results` with the deviations of all arms, if a text differs or the group with this index is to be judged."""
-    names, sampled = (AUTOREGRESSIVE, *config.methods), config.sampling.temperature > 0
-    differs = not sampled and not all(result.identical(name) for result in results for name in names)
-    if bench.judge is None or not (differs or index in bench.judged):
+    arm_names, is_sampled = (AUTOREGRESSIVE, *config.methods), config.sampling.temperature > 0
+    differs = not is_sampled and not all(result.identical(name) for result in results for name in arm_names)
+    if bench.judge is None or not (differs or group_index in bench.judged):
         return results
     streams = [Streams(config.seed, result.prompt_id) for result in results]
     with Stage(f"judging prompt {results[0].prompt_id}"):

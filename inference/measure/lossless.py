@@ -105,38 +105,38 @@ class Judgement:
 
 def judge_deviations(deviations: Sequence[Deviation]) -> Judgement:
     """The judgement of an arm, from its deviations on all texts (at least one)."""
-    positions = sum(d.positions for d in deviations)
-    rows = [  # by row, the logarithm of the bulk over all texts
-        math.fsum(terms) / positions
-        for terms in zip(*([x * d.positions for x in d.bulk] for d in deviations), strict=True)
+    n_positions = sum(deviation.positions for deviation in deviations)
+    logs = [  # by row, the logarithm of the bulk over all texts
+        math.fsum(terms) / n_positions
+        for terms in zip(*([x * deviation.positions for x in deviation.bulk] for deviation in deviations), strict=True)
     ]
-    widest = max(range(len(rows)), key=rows.__getitem__)
-    worst = max(deviations, key=lambda d: d.peak)
-    gaps = [gap for d in deviations for gap in d.gaps]
-    mismatches = [d.mismatch for d in deviations if d.mismatch is not None]
-    ties, stock_ties = len(gaps), sum(d.own_gaps for d in deviations)
+    argmax = max(range(len(logs)), key=logs.__getitem__)
+    worst = max(deviations, key=lambda deviation: deviation.peak)
+    gaps = [gap for deviation in deviations for gap in deviation.gaps]
+    mismatches = [deviation.mismatch for deviation in deviations if deviation.mismatch is not None]
+    n_ties, stock_ties = len(gaps), sum(deviation.own_gaps for deviation in deviations)
     # Both count rare events: the root of their sum is about the standard deviation of their difference. Four standard
     # deviations are allowed, and 2 ties more: near 0 the root is too small.
-    most_ties = stock_ties + 4 * math.sqrt(ties + stock_ties) + 2
-    peak, peak_at = worst.peak, f"{_name_row(worst.peak_row, rows)} at position {worst.peak_position}"
-    bulk, largest = math.exp(rows[widest]), max([*gaps, *mismatches], default=0.0)
-    limits = (
-        (bulk <= BULK, f"the {_name_row(widest, rows)} are off by {bulk:.2f} times the rounding error, at most {BULK}"),
+    max_ties = stock_ties + 4 * math.sqrt(n_ties + stock_ties) + 2
+    peak, peak_at = worst.peak, f"{_name_row(worst.peak_row, logs)} at position {worst.peak_position}"
+    bulk, max_gap = math.exp(logs[argmax]), max([*gaps, *mismatches], default=0.0)
+    checks = (
+        (bulk <= BULK, f"the {_name_row(argmax, logs)} are off by {bulk:.2f} times the rounding error, at most {BULK}"),
         (peak <= PEAK, f"the {peak_at} are off by {peak:.1f} times the rounding error, at most {PEAK:.0f}"),
         (
-            largest <= GAP,
-            f"another token than the target's is chosen across {largest:.1f} rounding errors, at most {GAP:.0f}",
+            max_gap <= GAP,
+            f"another token than the target's is chosen across {max_gap:.1f} rounding errors, at most {GAP:.0f}",
         ),
-        (ties <= most_ties, f"it leaves the text at {ties} positions, transformers at {stock_ties}"),
+        (n_ties <= max_ties, f"it leaves the text at {n_ties} positions, transformers at {stock_ties}"),
     )
-    faults = tuple(text for holds, text in limits if not holds)
+    faults = tuple(message for holds, message in checks if not holds)
     return Judgement(
-        len(deviations), positions, bulk, _name_row(widest, rows), peak, peak_at, ties, stock_ties, largest, faults
+        len(deviations), n_positions, bulk, _name_row(argmax, logs), peak, peak_at, n_ties, stock_ties, max_gap, faults
     )
 
 
-def _name_row(row: int, rows: Sequence[float]) -> str:
-    return "logits" if row == len(rows) - 1 else f"{('keys', 'values')[row % 2]} of layer {row // 2}"
+def _name_row(row: int, row_logs: Sequence[float]) -> str:
+    return "logits" if row == len(row_logs) - 1 else f"{('keys', 'values')[row % 2]} of layer {row // 2}"
 
 
 @dataclass(frozen=True)
@@ -175,38 +175,38 @@ def make_reference(model: PreTrainedModel, prompt: Sequence[int], text: Sequence
     @functools.cache
     @torch.inference_mode()
     def tipping_noise() -> tuple[Tensor, Tensor]:
-        of_states, of_logits = states_noise, logits_noise
+        max_states_noise, max_logits_noise = states_noise, logits_noise
         with stock_attention(model):
-            for length in PIECES:
-                read_logits, read = _forward(model, ids, len(text), length)
-                of_states = torch.maximum(of_states, _state_errors(read, states))
-                of_logits = torch.maximum(of_logits, _logit_errors(read_logits, logits))
-        return units_after_tips((states_noise, logits_noise), (of_states, of_logits))
+            for piece_length in PIECES:
+                read_logits, read_states = _forward(model, ids, len(text), piece_length)
+                max_states_noise = torch.maximum(max_states_noise, _state_errors(read_states, states))
+                max_logits_noise = torch.maximum(max_logits_noise, _logit_errors(read_logits, logits))
+        return units_after_tips((states_noise, logits_noise), (max_states_noise, max_logits_noise))
 
     return Reference(
         tuple(prompt), tuple(text), states, logits, states_noise, logits_noise, stock_logits, tipping_noise
     )
 
 
-def units_after_tips(once: tuple[Tensor, Tensor], largest: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def units_after_tips(once: tuple[Tensor, Tensor], max_noise: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """The units of states [rows, n] and logits [t]. At the positions where a reading tipped in some row they are the
-    `largest` errors of all readings, as what tips in one layer reaches the later ones; elsewhere those of `once`."""
-    (states, logits), (of_states, of_logits) = once, largest
-    tips = (of_states > TIPS * states).any(0)  # [n]; the logits are those of the last t positions
-    of_text = tips[-len(logits) :] | (of_logits > TIPS * logits)
-    return torch.where(tips, of_states, states), torch.where(of_text, of_logits, logits)
+    `max_noise` errors of all readings, as what tips in one layer reaches the later ones; elsewhere those of `once`."""
+    (states_noise, logits_noise), (max_states_noise, max_logits_noise) = once, max_noise
+    tip_mask = (max_states_noise > TIPS * states_noise).any(0)  # [n]; the logits are those of the last t positions
+    text_mask = tip_mask[-len(logits_noise) :] | (max_logits_noise > TIPS * logits_noise)
+    return torch.where(tip_mask, max_states_noise, states_noise), torch.where(text_mask, max_logits_noise, logits_noise)
 
 
 def _forward(
-    model: PreTrainedModel, ids: Tensor, rows: int, length: int | None = None
+    model: PreTrainedModel, ids: Tensor, n_logits: int, piece_length: int | None = None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Logits [rows, V] after the last of ids [1, n], and keys and values of all; `length` tokens per pass."""
+    """Logits [rows, V] after the last of ids [1, n], and keys and values of all; `piece_length` tokens per pass."""
     cache: Any = DynamicCache()  # without a config it keeps all positions of sliding layers too
     logits: list[Tensor] = []
-    for piece in ids.split(length or ids.shape[1], dim=1):
-        out = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=min(rows, piece.shape[1]))
+    for piece in ids.split(piece_length or ids.shape[1], dim=1):
+        out = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=min(n_logits, piece.shape[1]))
         logits.append(out.logits[0])
-    return torch.cat(logits)[-rows:], tuple(state for layer in cache.layers for state in (layer.keys, layer.values))
+    return torch.cat(logits)[-n_logits:], tuple(state for layer in cache.layers for state in (layer.keys, layer.values))
 
 
 @contextmanager
@@ -216,7 +216,7 @@ def double_precision(model: PreTrainedModel) -> Iterator[None]:
     The weights of a module are converted while it runs, so that no second copy of the model is needed.
     """
     dtype = torch.float32 if model.dtype in HALF else torch.float64
-    with_weights = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
+    modules = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
 
     def run_upcast(module: nn.Module) -> Callable[..., object]:
         def forward(*args: object, **kwargs: object) -> object:
@@ -229,12 +229,12 @@ def double_precision(model: PreTrainedModel) -> Iterator[None]:
 
         return forward
 
-    for module in with_weights:
+    for module in modules:
         module.__dict__["forward"] = run_upcast(module)
     try:
         yield
     finally:
-        for module in with_weights:
+        for module in modules:
             module.__dict__.pop("forward")
 
 
@@ -255,8 +255,8 @@ def _state_errors(rounded_states: Sequence[Tensor], states: Sequence[Tensor]) ->
 
 def _logit_errors(rounded_logits: Tensor, logits: Tensor) -> Tensor:
     """The errors [t] of logits [t, V], invariant to a constant added to all logits of a row."""
-    off = rounded_logits.to(logits.dtype) - logits
-    return (off - off.mean(-1, keepdim=True)).square().mean(-1).sqrt()
+    errors = rounded_logits.to(logits.dtype) - logits
+    return (errors - errors.mean(-1, keepdim=True)).square().mean(-1).sqrt()
 
 
 class Forced(TokenSelector):
@@ -282,13 +282,13 @@ class Forced(TokenSelector):
 
     def verify(self, tree: DraftTree, logits: Tensor) -> VerifiedDraft:
         tokens, text = tree.tokens.tolist(), self._reference.text
-        nodes: list[int] = []
-        following = self._take(logits[:1])
+        accepted: list[int] = []
+        next_id = self._take(logits[:1])
         for node, (token, parent) in enumerate(zip(tokens, tree.parents, strict=True)):
-            if parent == (nodes[-1] if nodes else ROOT) and token == int(following) and self._position < len(text):
-                nodes.append(node)
-                following = self._take(logits[node + 1 : node + 2])
-        return VerifiedDraft(tokens, nodes, following, int(following))
+            if parent == (accepted[-1] if accepted else ROOT) and token == int(next_id) and self._position < len(text):
+                accepted.append(node)
+                next_id = self._take(logits[node + 1 : node + 2])
+        return VerifiedDraft(tokens, accepted, next_id, int(next_id))
 
     def _take(self, logits: Tensor) -> Tensor:
         """The text's next token [1], which the arm would have chosen from logits [1, V]."""
@@ -304,15 +304,15 @@ class Forced(TokenSelector):
         """The finished run's deviation. free_text: the text that the arm decoded freely."""
         reference = self._reference
         states = [state for layer in self._session.content() for state in layer]
-        order = ORDER_OF_SUMS if reference.logits.dtype == torch.float64 else 1.0
-        off = _state_errors(states, reference.states) / order, torch.cat(self._errors)[None] / order
-        ratios = _ratios(off, (reference.states_noise, reference.logits_noise))
+        error_scale = ORDER_OF_SUMS if reference.logits.dtype == torch.float64 else 1.0
+        errors = _state_errors(states, reference.states) / error_scale, torch.cat(self._errors)[None] / error_scale
+        ratios = _ratios(errors, (reference.states_noise, reference.logits_noise))
         first_position = len(reference.prompt) - 1  # the position whose logits choose the text's first token
-        peak = _highest(ratios, first_position)
-        if peak[0] > PEAK:
-            peak = _highest(_ratios(off, reference.tipping_noise()), first_position)
-        logs = [part.clamp(min=0.01).log().mean(-1).tolist() for part in ratios]
-        deviation = Deviation(len(reference.text), (*logs[0], *logs[1]), *peak)
+        peak_entry = _highest(ratios, first_position)
+        if peak_entry[0] > PEAK:
+            peak_entry = _highest(_ratios(errors, reference.tipping_noise()), first_position)
+        bulk_logs = [ratio.clamp(min=0.01).log().mean(-1).tolist() for ratio in ratios]
+        deviation = Deviation(len(reference.text), (*bulk_logs[0], *bulk_logs[1]), *peak_entry)
         return self._with_gaps(deviation, free_text) if self.greedy else deviation
 
     def _with_gaps(self, deviation: Deviation, free_text: Sequence[int]) -> Deviation:
@@ -349,17 +349,17 @@ def measure_regrets(scores: Tensor, tokens: Tensor, noise: Tensor) -> Tensor:
     return _units(scores.amax(-1) - scores.gather(-1, tokens).amin(-1), noise)
 
 
-def _ratios(off: tuple[Tensor, Tensor], noise: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _ratios(errors: tuple[Tensor, Tensor], noise: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """The errors of states [rows, n] and logits [1, t], in units of `noise`."""
-    return _units(off[0], noise[0]), _units(off[1], noise[1])
+    return _units(errors[0], noise[0]), _units(errors[1], noise[1])
 
 
 def _highest(ratios: tuple[Tensor, Tensor], first_position: int) -> tuple[float, int, int]:
     """The largest ratio of states and logits, its row and its position. first_position: of the first logits."""
     states, logits = ratios
-    part, row, position = (states, 0, 0) if states.max() >= logits.max() else (logits, len(states), first_position)
-    at = int(part.argmax())
-    return float(part.max()), row + at // part.shape[1], position + at % part.shape[1]
+    larger, row, position = (states, 0, 0) if states.max() >= logits.max() else (logits, len(states), first_position)
+    flat_index = int(larger.argmax())
+    return float(larger.max()), row + flat_index // larger.shape[1], position + flat_index % larger.shape[1]
 
 
 def _units(errors: Tensor, noise: Tensor) -> Tensor:

@@ -35,36 +35,36 @@ class Prepared:
 
     def chosen(self) -> dict[str, str]:
         """The kernels by attention shape, for the report."""
-        attention = {
+        attention_kernels = {
             f"attention of {k.heads}/{k.key_heads} heads of {k.head_dim}, {k.width} rows over {k.keys}":
             k.kernel
             for k in self.kernels
         }  # fmt: skip
-        return {**self.products, **attention}
+        return {**self.products, **attention_kernels}
 
 
 def render(setup: TargetSetup, prompt: Prompt, texts: Sequence[str], ids: Sequence[Sequence[int]] = ()) -> list[int]:
     """The ids of `texts`, alternating user turns and answers (`ids`: theirs), rendered as `prompt` requires."""
-    template, most = setup.chat_template if prompt.chat else "none", context_limit(setup.config)
+    template, max_tokens = setup.chat_template if prompt.chat else "none", context_limit(setup.config)
     messages, where = prompt.messages(texts), f"prompt {prompt.id}"
-    return render_prompt(messages, setup.tokenizer, template, answer_ids=ids, context=most, where=where)
+    return render_prompt(messages, setup.tokenizer, template, answer_ids=ids, context=max_tokens, where=where)
 
 
-def longest_text(turns: Sequence[Sequence[Sequence[int]]], max_new_tokens: int, context: int) -> int:
+def longest_text(turn_ids: Sequence[Sequence[Sequence[int]]], max_new_tokens: int, context: int) -> int:
     """The expected length in tokens of the run's longest text, so that buffers are allocated once.
 
     turns: for every prompt the ids of its turns, each rendered alone with its template. A conversation may still be
     longer, as an answer may have more tokens when it is tokenised again.
     """
-    longest = max(sum(len(ids) + max_new_tokens for ids in prompt) for prompt in turns)
+    longest = max(sum(len(ids) + max_new_tokens for ids in prompt_turns) for prompt_turns in turn_ids)
     return min(context, longest + max(0, TUNED_TOKENS - max_new_tokens))  # `tune` may generate more than max_new_tokens
 
 
-def require_fits(prompts: Sequence[Prompt], rendered: Sequence[Sequence[int]], limit: int) -> None:
-    """Raise `UserError` naming the first prompt that is empty or longer than `limit` tokens."""
-    for prompt, ids in zip(prompts, rendered, strict=True):
-        if not 1 <= len(ids) <= limit:
+def require_fits(prompts: Sequence[Prompt], prompt_ids: Sequence[Sequence[int]], max_tokens: int) -> None:
+    """Raise `UserError` naming the first prompt that is empty or longer than `max_tokens` tokens."""
+    for prompt, ids in zip(prompts, prompt_ids, strict=True):
+        if not 1 <= len(ids) <= max_tokens:
             raise UserError(
-                f"prompt {prompt.id}: {len(ids)} tokens, expected 1 to {limit} (the models' context less "
+                f"prompt {prompt.id}: {len(ids)} tokens, expected 1 to {max_tokens} (the models' context less "
                 "max_new_tokens); drop or shorten it"
             )

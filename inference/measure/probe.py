@@ -57,14 +57,14 @@ SIZES = (0, *NODES)  # of a drafter that shapes its own drafts; a round without 
 
 def probes_of(method: MethodConfig) -> list[MethodConfig]:
     """`method` with various numbers in place of "auto", so that passes of many widths occur. The model drafts alone."""
-    tree, method = method.structure, replace(method, copy=None)
-    if tree.kind == "chain":
+    tree_config, method = method.structure, replace(method, copy=None)
+    if tree_config.kind == "chain":
         return [replace(method, stop=StopConfig(max_draft=length)) for length in CHAINS]
-    sizes = NODES if AUTO in (tree.nodes, tree.max_depth) else (tree.nodes,)
-    levels = LEVELS if isinstance(tree.max_depth, str) else min(LEVELS, tree.max_depth)
-    shapes = [replace(tree, nodes=n, max_depth=levels, delta=0.0) for n in sizes]
+    node_counts = NODES if AUTO in (tree_config.nodes, tree_config.max_depth) else (tree_config.nodes,)
+    max_levels = LEVELS if isinstance(tree_config.max_depth, str) else min(LEVELS, tree_config.max_depth)
+    trees = [replace(tree_config, nodes=n, max_depth=max_levels, delta=0.0) for n in node_counts]
     without_rule = replace(method, structure=StructureConfig(), stop=StopConfig())
-    return [replace(without_rule, structure=shape) for shape in shapes]  # no stop rule: all levels are drafted
+    return [replace(without_rule, structure=sized_tree) for sized_tree in trees]  # no stop rule: all levels are drafted
 
 
 def tune(
@@ -72,7 +72,7 @@ def tune(
     stack: Target,
     drafters: Drafters,
     prompt: Sequence[int],
-    text: TextSettings | None = None,
+    settings: TextSettings | None = None,
     *,
     seed: int = 0,
     runtime: Runtime | None = None,
@@ -83,22 +83,22 @@ def tune(
     An OPT-Tree with a null δ and a given depth gets δ = μ = seconds of a draft step / seconds of a decoding step.
     text: of the arms; None: greedy. No text ends early here. clock: one that synchronises with the device.
     """
-    ready, tunings = dict(methods), {}
+    ready_methods, tunings = dict(methods), {}
     for name, method in methods.items():
-        tree = method.structure
+        structure = method.structure
         if not (method.adapts or method.lacks_delta):
             continue
         streams = Streams(seed).within(name, "tune")
         with Stage(f"measuring the sizes of {name}"):
             tuning = measure_costs(
-                method, stack, drafters, prompt, text or TextSettings(TUNED_TOKENS), streams, runtime, clock
+                method, stack, drafters, prompt, settings or TextSettings(TUNED_TOKENS), streams, runtime, clock
             )
         if method.adapts:
             tunings[name] = tuning
         if method.lacks_delta:
             mu = tuning.costs.step[1] / tuning.costs.autoregressive
-            ready[name] = replace(method, structure=replace(tree, delta=min(1.0, mu)))
-    return ready, tunings
+            ready_methods[name] = replace(method, structure=replace(structure, delta=min(1.0, mu)))
+    return ready_methods, tunings
 
 
 def measure_costs(
@@ -106,7 +106,7 @@ def measure_costs(
     stack: Target,
     drafters: Drafters,
     prompt: Sequence[int],
-    text: TextSettings,
+    settings: TextSettings,
     streams: Streams,
     runtime: Runtime | None,
     clock: Clock,
@@ -121,41 +121,41 @@ def measure_costs(
     limits = [context_limit(stack.config), *position_limits(model)]
     new_tokens = max(2, min(TUNED_TOKENS, min(limits) // 2))
     prompt = prompt[max(0, len(prompt) + new_tokens - min(limits)) :]
-    sampler = replace(text, max_new_tokens=new_tokens).sampler(prompt, stack.device)
-    sampled = text.sampling.temperature > 0
-    generations, passes = itertools.count(), _Passes(clock)
-    runtime = passes if runtime is None or runtime.name == Runtime.name else runtime
+    sampler = replace(settings, max_new_tokens=new_tokens).sampler(prompt, stack.device)
+    is_sampled = settings.sampling.temperature > 0
+    generation_ids, timed_runtime = itertools.count(), _Passes(clock)
+    runtime = timed_runtime if runtime is None or runtime.name == Runtime.name else runtime
 
     def make(config: MethodConfig, draft_streams: Streams) -> Drafter:
-        return new_drafter(config, drafters, draft_streams, sampled)
+        return new_drafter(config, drafters, draft_streams, is_sampled)
 
     def decode(arm: Callable[..., Iterator[Round]], *drafter: Drafter, tokens: int) -> Iterator[Round]:
-        coins = streams.of("verify", next(generations)) if sampled else None
-        selector = TokenSelector(sampler, coins, method.verification)
+        verify_stream = streams.of("verify", next(generation_ids)) if is_sampled else None
+        selector = TokenSelector(sampler, verify_stream, method.verification)
         options = {"max_new_tokens": tokens, "selector": selector, "runtime": runtime, "clock": clock}
         return arm(stack, *drafter, prompt, **options)
 
     plain_seconds = _plain_seconds(decode(autoregressive, tokens=min(PLAIN_TOKENS, new_tokens)))
-    outside_pass = plain_seconds - typical(passes.laps or [0.0])  # seconds of a plain round
-    shaped = KINDS[method.source].shaped
-    sized_methods = probes_of(method) if shaped else [method]
+    outside_seconds = plain_seconds - typical(timed_runtime.laps or [0.0])  # seconds of a plain round
+    has_structure = KINDS[method.source].shaped
+    sized_methods = probes_of(method) if has_structure else [method]
     drafters_of_probes = (make(config, streams.within("probe", i)) for i, config in enumerate(sized_methods))
     structures = (cast(ModelDrafter, drafter).structure for drafter in drafters_of_probes)
-    probe = _ProbeStructure([*structures]) if shaped else _SizesInTurn()
+    probe = _ProbeStructure([*structures]) if has_structure else _SizesInTurn()
 
     def generate() -> Iterator[Round]:
         return decode(speculative, probe.into(make(sized_methods[-1], streams)), tokens=new_tokens)
 
     rounds = _rounds_of(generate, probe, f"{method.source} drafter", new_tokens)
-    target_passes, other_seconds = _cycle(rounds, probe, clock)
-    padded = runtime.name == "graphed"
-    laps = probe.laps or [(1, 0.0)]  # none if one pass drafts all levels: these seconds are in `probe.once`
-    step, verify = curve(laps, padded=padded and shaped), curve(target_passes, padded=padded)
+    target_laps, other_seconds = _cycle(rounds, probe, clock)
+    is_padded = runtime.name == "graphed"
+    step_laps = probe.laps or [(1, 0.0)]  # none if one pass drafts all levels: these seconds are in `probe.once`
+    step, verify_seconds = curve(step_laps, padded=is_padded and has_structure), curve(target_laps, padded=is_padded)
     unshared = (0.0, 0.0, 0.0)  # of a draft step, a verification, a step of plain decoding (see `Costs`)
-    if runtime is passes:  # several texts could share the passes, but not what is outside
-        unshared = (min(step[1], outside_pass) if shaped else step[1], outside_pass, outside_pass)
+    if runtime is timed_runtime:  # several texts could share the passes, but not what is outside
+        unshared = (min(step[1], outside_seconds) if has_structure else step[1], outside_seconds, outside_seconds)
     first_step_extra = typical(probe.once) - step[1] if probe.once else 0.0
-    costs = Costs(step, verify, typical(other_seconds) + max(0.0, first_step_extra), plain_seconds, unshared)
+    costs = Costs(step, verify_seconds, typical(other_seconds) + max(0.0, first_step_extra), plain_seconds, unshared)
     return Tuning(costs, tuple(probe.tried), tuple(probe.right))
 
 
@@ -170,18 +170,18 @@ def _plain_seconds(rounds: Iterator[Round]) -> float:
 
 
 def _rounds_of(
-    generate: Callable[[], Iterator[Round]], probe: "_ProbeStructure | _SizesInTurn", drafter: str, tokens: int
+    generate: Callable[[], Iterator[Round]], probe: "_ProbeStructure | _SizesInTurn", drafter: str, n_tokens: int
 ) -> Iterator[Round]:
-    """The rounds of generations of so many `tokens`, without end. Raises `UserError` if `drafter` drafts nothing."""
+    """The rounds of generations of so many `n_tokens`, without end. Raises `UserError` if `drafter` drafts nothing."""
     while True:
-        drafted = probe.counts_empty
+        has_drafted = probe.counts_empty
         for number, r in enumerate(generate()):
             if r.drafted or (number and probe.counts_empty):
-                drafted = True
+                has_drafted = True
                 yield r
-        if not drafted:
+        if not has_drafted:
             raise UserError(
-                f"the {drafter} proposed nothing in a text of {tokens} tokens, so it cannot be "
+                f"the {drafter} proposed nothing in a text of {n_tokens} tokens, so it cannot be "
                 "measured: expected logits that are numbers; look at its training, or evaluate a fixed size"
             )
 
@@ -190,28 +190,28 @@ def _cycle(
     rounds: Iterator[Round], probe: "_ProbeStructure | _SizesInTurn", clock: Clock
 ) -> tuple[list[tuple[int, float]], list[float]]:
     """The (rows, seconds) of the target's passes, and each round's seconds outside its parts, in `CYCLES` cycles."""
-    target_passes: list[tuple[int, float]] = []
+    target_laps: list[tuple[int, float]] = []
     other_seconds: list[float] = []
-    started, first_laps, round_seconds = clock(), 0, list[float]()
-    for count, r in enumerate(rounds, start=1):
+    started, first_lap_count, round_seconds = clock(), 0, list[float]()
+    for round_number, r in enumerate(rounds, start=1):
         if probe.counts_empty:  # it runs no model
             probe.laps.append((max(1, r.drafted), r.structure_seconds))
-        target_passes.append((r.drafted + 1, r.verify_seconds))
+        target_laps.append((r.drafted + 1, r.verify_seconds))
         other_seconds.append(r.seconds - r.draft_seconds - r.structure_seconds - r.verify_seconds)
-        cycles, within = divmod(count, probe.turns)
-        seconds = clock() - started
+        cycle_count, cycle_turn = divmod(round_number, probe.turns)
+        elapsed_seconds = clock() - started
         round_seconds.append(r.seconds)
-        first_laps = len(probe.laps) if count == 1 else first_laps
-        if FEWEST <= count <= probe.turns and count * typical(round_seconds) > SLOW:
-            del probe.laps[:first_laps]
+        first_lap_count = len(probe.laps) if round_number == 1 else first_lap_count
+        if FEWEST <= round_number <= probe.turns and round_number * typical(round_seconds) > SLOW:
+            del probe.laps[:first_lap_count]
             break
-        enough = CYCLES[1] if seconds <= SECONDS else CYCLES[0] if seconds <= LONGEST else 2
-        if not within and cycles >= enough:
+        cycle_limit = CYCLES[1] if elapsed_seconds <= SECONDS else CYCLES[0] if elapsed_seconds <= LONGEST else 2
+        if not cycle_turn and cycle_count >= cycle_limit:
             break
-        if count == probe.turns:
-            for values in (target_passes, other_seconds, probe.laps, probe.once):  # the first cycle warmed up
-                cast(list[object], values).clear()
-    return target_passes, other_seconds
+        if round_number == probe.turns:
+            for measurements in (target_laps, other_seconds, probe.laps, probe.once):  # the first cycle warmed up
+                cast(list[object], measurements).clear()
+    return target_laps, other_seconds
 
 
 class _Passes(Runtime):
@@ -262,9 +262,9 @@ class _ProbeStructure(Structure):
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         if not len(tree):
             return
-        for index, tried, right in self._active.trials(tree, accepted):
-            self.tried[index] += tried
-            self.right[index] += right
+        for index, tried_count, right_count in self._active.trials(tree, accepted):
+            self.tried[index] += tried_count
+            self.right[index] += right_count
         self._turn += 1
 
     @property
@@ -305,6 +305,6 @@ class _SizesInTurn:
         return min(self._size, len(parents))
 
     def observe(self, parents: np.ndarray, probs: np.ndarray, accepted: Sequence[int]) -> None:
-        for index, tried, right in trials_of(parents, probs, accepted):
-            self.tried[index] += tried
-            self.right[index] += right
+        for index, tried_count, right_count in trials_of(parents, probs, accepted):
+            self.tried[index] += tried_count
+            self.right[index] += right_count

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.base.errors import UserError
-from outrider.data_prep.text.chat import VICUNA_SYSTEM, is_greedy_run, run_beside
+from outrider.data_prep.text.chat import VICUNA_SYSTEM, is_greedy_run, read_run_record
 from outrider.data_prep.text.data_files import RESPONSES, read_file
 from outrider.data_prep.text.messages import SkipRecordError, replace_surrogates
 from outrider.data_prep.text.prompts import Prompt
@@ -56,24 +56,24 @@ class RecordedTurn:
         return self.id.partition("/turn")[0]
 
 
-def load_vocabulary(source: str) -> Vocabulary:
-    """The tokenizer in `source` (see `open_encoder`). Raises `UserError`."""
-    encoder = open_encoder(source)
+def load_vocabulary(tokenizer_source: str) -> Vocabulary:
+    """The tokenizer in `tokenizer_source` (see `open_encoder`). Raises `UserError`."""
+    encoder = open_encoder(tokenizer_source)
     if encoder.eos is None:
-        raise UserError(f"tokenizer={source}: has no end token, which ends every recorded answer")
+        raise UserError(f"tokenizer={tokenizer_source}: has no end token, which ends every recorded answer")
     digest = vocabulary_digest(encoder.pieces)
     return Vocabulary(lambda text: list(encoder.encode([text])[0]), encoder.bos, encoder.eos, digest, encoder.digest)
 
 
-def read_transcripts(name: str) -> dict[str, tuple[str, ...]]:
+def read_transcripts(file_name: str) -> dict[str, tuple[str, ...]]:
     """Answers by question id, one per turn. Raises `UserError` naming file and line for invalid records."""
-    path = Path(os.path.expanduser(name))
+    path = Path(os.path.expanduser(file_name))
     if not path.is_file():
-        raise UserError(f"transcripts={name}: no such file; expected MT-Bench or Spec-Bench answers (JSONL)")
-    answers = dict(_parse_answer(record, f"{path}:{number}") for number, record in read_file(path))
-    if not answers:
-        raise UserError(f"transcripts={name}: no answer in it")
-    return answers
+        raise UserError(f"transcripts={file_name}: no such file; expected MT-Bench or Spec-Bench answers (JSONL)")
+    answers_by_id = dict(_parse_answer(record, f"{path}:{line_number}") for line_number, record in read_file(path))
+    if not answers_by_id:
+        raise UserError(f"transcripts={file_name}: no answer in it")
+    return answers_by_id
 
 
 def _parse_answer(record: object, where: str) -> tuple[str, tuple[str, ...]]:
@@ -85,7 +85,7 @@ def _parse_answer(record: object, where: str) -> tuple[str, tuple[str, ...]]:
 
 
 def recordings(
-    prompts: Sequence[Prompt], answers: Mapping[str, Sequence[str]], vocabulary: Vocabulary
+    prompts: Sequence[Prompt], answers_by_id: Mapping[str, Sequence[str]], vocabulary: Vocabulary
 ) -> list[RecordedTurn]:
     """Every turn of every prompt with its recorded answer. Earlier turns are the later ones' context.
 
@@ -96,51 +96,51 @@ def recordings(
     """
     turns = []
     for prompt in prompts:
-        if prompt.id not in answers:
+        if prompt.id not in answers_by_id:
             raise UserError(f"prompt {prompt.id}: no answer to it in the transcripts; give the prompts they belong to")
-        if len(prompt.turns) != len(answers[prompt.id]):
+        if len(prompt.turns) != len(answers_by_id[prompt.id]):
             raise UserError(
-                f"prompt {prompt.id}: {len(prompt.turns)} turns, but {len(answers[prompt.id])} answers in the "
+                f"prompt {prompt.id}: {len(prompt.turns)} turns, but {len(answers_by_id[prompt.id])} answers in the "
                 "transcripts; give the prompts they belong to"
             )
-        ids, system = ([] if vocabulary.bos is None else [vocabulary.bos]), f"{prompt.system or VICUNA_SYSTEM} "
-        for name, question, answer in zip(prompt.turn_ids, prompt.turns, answers[prompt.id], strict=True):
+        past_ids, system = ([] if vocabulary.bos is None else [vocabulary.bos]), f"{prompt.system or VICUNA_SYSTEM} "
+        for turn_id, question, answer in zip(prompt.turn_ids, prompt.turns, answers_by_id[prompt.id], strict=True):
             opening = f"{system}USER: {question} ASSISTANT:"
-            head, system = vocabulary.encode(opening), ""
-            joined = vocabulary.encode(f"{opening} {answer}")
-            tail = joined[len(head) :] if joined[: len(head)] == head else vocabulary.encode(answer)
-            turns.append(RecordedTurn(name, prompt.category, (*ids, *head), (*tail, vocabulary.eos)))
-            ids += [*head, *tail, vocabulary.eos]
+            head_ids, system = vocabulary.encode(opening), ""
+            all_ids = vocabulary.encode(f"{opening} {answer}")
+            answer_ids = all_ids[len(head_ids) :] if all_ids[: len(head_ids)] == head_ids else vocabulary.encode(answer)
+            turns.append(RecordedTurn(turn_id, prompt.category, (*past_ids, *head_ids), (*answer_ids, vocabulary.eos)))
+            past_ids += [*head_ids, *answer_ids, vocabulary.eos]
     return turns
 
 
-def read_responses(source: str, vocabulary: Vocabulary) -> list[RecordedTurn]:
-    """The turns of all records with token ids in `source`, a file or the directory of generate-responses.
+def read_responses(source_path: str, vocabulary: Vocabulary) -> list[RecordedTurn]:
+    """The turns of all records with token ids in `source_path`, a file or the directory of generate-responses.
 
     An answer is known to be greedy if its record or its run says so. Raises `UserError` naming the record without
     token ids, or with those of another tokenizer.
     """
-    path = Path(os.path.expanduser(source))
+    path = Path(os.path.expanduser(source_path))
     files = sorted(path.glob(RESPONSES)) if path.is_dir() else [path]
     return [turn for file in files for turn in _read_turns(file, vocabulary)]
 
 
 def _read_turns(file: Path, vocabulary: Vocabulary) -> Iterator[RecordedTurn]:
-    greedy = (run := run_beside(file)) is not None and is_greedy_run(run)
-    for line, raw in read_file(file):
-        where = f"{file}:{line}"
+    run_is_greedy = (run := read_run_record(file)) is not None and is_greedy_run(run)
+    for line_number, raw_record in read_file(file):
+        where = f"{file}:{line_number}"
         try:
-            record = to_record(raw, find_layout(raw, "auto", None, where), where)
+            record = to_record(raw_record, find_layout(raw_record, "auto", None, where), where)
         except SkipRecordError as error:
             raise UserError(f"{where}: {error}; remove this record") from None
-        facts, written = raw if isinstance(raw, dict) else {}, record.get("written")
-        if written is None:
+        fields, tokenized = raw_record if isinstance(raw_record, dict) else {}, record.get("written")
+        if tokenized is None:
             raise UserError(f"{where}: no token ids of the target in it; give prompts= with a file of answers as text")
-        if not vocabulary.tokenizer_digest.startswith(written.tokenizer):
+        if not vocabulary.tokenizer_digest.startswith(tokenized.tokenizer):
             raise UserError(f"{where}: its tokens are of another tokenizer; give the target's")
-        spans = [(text.ids, begin, end) for text in written.documents for begin, end in text.answers]
-        for number, (ids, begin, end) in enumerate(spans, 1):
-            ended = number < len(spans) or not record.get("truncated")
-            name = f"{facts.get('id', line)}" + ("" if number == 1 else f"/turn{number}")
-            category, is_greedy = "chat" if "messages" in record else "text", bool(facts.get("greedy", greedy))
-            yield RecordedTurn(name, category, tuple(ids[:begin]), tuple(ids[begin:end]), ended, is_greedy)
+        spans = [(document.ids, begin, end) for document in tokenized.documents for begin, end in document.answers]
+        for turn_number, (ids, begin, end) in enumerate(spans, 1):
+            is_ended = turn_number < len(spans) or not record.get("truncated")
+            turn_id = f"{fields.get('id', line_number)}" + ("" if turn_number == 1 else f"/turn{turn_number}")
+            category, is_greedy = "chat" if "messages" in record else "text", bool(fields.get("greedy", run_is_greedy))
+            yield RecordedTurn(turn_id, category, tuple(ids[:begin]), tuple(ids[begin:end]), is_ended, is_greedy)

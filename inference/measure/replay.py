@@ -95,9 +95,9 @@ class RecordedSelector(TokenSelector):
     def verify(self, tree: DraftTree, logits: Tensor) -> VerifiedDraft:
         proposed = tree.tokens.tolist()
         choices = [self._after(depth) for depth in depths(tree.parents)]
-        nodes, bonus = verify_greedy(proposed, tree.parents, choices)
-        self._position += len(nodes) + 1
-        return VerifiedDraft(proposed, nodes, self._token(bonus), bonus)
+        accepted_nodes, bonus_token = verify_greedy(proposed, tree.parents, choices)
+        self._position += len(accepted_nodes) + 1
+        return VerifiedDraft(proposed, accepted_nodes, self._token(bonus_token), bonus_token)
 
     def _after(self, depth: int) -> int:
         """The recorded token after a node of that depth, if the path to the node is the recorded one."""
@@ -122,8 +122,8 @@ def replay(
     """
     if not answer:
         raise UserError("empty recorded answer: expected the target's tokens, the end token included")
-    context = len(prompt) + max_new_tokens
-    recorded_session = session(drafter.split, context + drafter.max_rows + 1, context)
+    max_length = len(prompt) + max_new_tokens
+    recorded_session = session(drafter.split, max_length + drafter.max_rows + 1, max_length)
     selector = RecordedSelector(cut(answer, eos, max_new_tokens))
     yield from decode_rounds(recorded_session, drafter, selector, prompt, max_new_tokens, eos, clock)
 
@@ -140,8 +140,8 @@ def load_replayed(
     [lm] = plugin.causal_lms(drafters[SMALL_LM.name])
     plugin.prepare(drafters[SMALL_LM.name], lm)
     largest_id = max(max(turn.prompt + turn.answer) for turn in turns)
-    size = target.resize(max(largest_id, lm.config.vocab_size - 1)).config.vocab_size
-    return drafters, partial(RecordedSession, vocabulary=size, device=device)
+    vocab_size = target.resize(max(largest_id, lm.config.vocab_size - 1)).config.vocab_size
+    return drafters, partial(RecordedSession, vocabulary=vocab_size, device=device)
 
 
 def drafts_in_one_pass(drafters: Drafters) -> bool:
@@ -157,26 +157,26 @@ def replay_turns(
     drafters: Drafters,
     turns: Sequence[RecordedTurn],
     config: ReplayConfig,
-    session: Callable[[int, int, int], Session] = RecordedSession,
+    make_session: Callable[[int, int, int], Session] = RecordedSession,
 ) -> list[Generation]:
     """Replay every recorded turn as `method` would have decoded it, up to its end token.
 
     The budget is max_new_tokens, or the length of a longer answer, so drafts do not know where an answer ends.
     """
     generations = []
-    table = drafters.get(method.source)
+    drafter_model = drafters.get(method.source)
     # Drafts are computed on the device of the small LM, which a clock without synchronisation does not wait for.
     clock = synchronized_clock if SMALL_LM.name in drafters and torch.cuda.is_available() else time.perf_counter
     for turn in track_progress(turns, f"replaying by {name}", "turns"):
-        in_engine = bool(config.draft_tokens) and refusal_of("", method) is None
-        if in_engine and isinstance(table, TrigramTable):  # it drafts chains in an engine, but trees here
-            generations.append(replay_chains(table, turn.prompt, turn.answer, draft_length(method)))
+        runs_in_engine = bool(config.draft_tokens) and refusal_of("", method) is None
+        if runs_in_engine and isinstance(drafter_model, TrigramTable):  # it drafts chains in an engine, but trees here
+            generations.append(replay_chains(drafter_model, turn.prompt, turn.answer, draft_length(method)))
             continue
         drafter = new_drafter(method, drafters, Streams(config.seed, turn.id).within(name))
-        budget = max(config.max_new_tokens * turn.ended, len(turn.answer))
-        ends = {turn.answer[-1]} if turn.ended else set[int]()
+        max_tokens = max(config.max_new_tokens * turn.ended, len(turn.answer))
+        eos_ids = {turn.answer[-1]} if turn.ended else set[int]()
         rounds = replay(
-            drafter, turn.prompt, turn.answer, max_new_tokens=budget, eos=ends, clock=clock, session=session
+            drafter, turn.prompt, turn.answer, max_new_tokens=max_tokens, eos=eos_ids, clock=clock, session=make_session
         )
         generations.append(collect(rounds, clock))
     return generations

@@ -65,10 +65,10 @@ class MethodReplay(TurnsReplay):
 def replay_report(
     name: str, method: MethodConfig, turns: Sequence[RecordedTurn], generations: Sequence[Generation]
 ) -> MethodReplay:
-    seconds = [r.draft_seconds + r.structure_seconds for g in generations for r in g.rounds]
-    groups: dict[str, list[Generation]] = {}
+    draft_seconds = [r.draft_seconds + r.structure_seconds for g in generations for r in g.rounds]
+    by_category: dict[str, list[Generation]] = {}
     for turn, generation in zip(turns, generations, strict=True):
-        groups.setdefault(turn.category, []).append(generation)
+        by_category.setdefault(turn.category, []).append(generation)
     return MethodReplay(
         method=name,
         turns=len(turns),
@@ -77,44 +77,44 @@ def replay_report(
         **vars(decode_statistics(generations)),
         loops=count_loops([g.tokens for g in generations]),
         structure=structure_statistics(generations),
-        draft_us=1e6 * statistics.median(seconds) if seconds else None,
+        draft_us=1e6 * statistics.median(draft_seconds) if draft_seconds else None,
         acceptance_by_position=acceptance_by_position(generations),
         tau_without_loops=decode_statistics(g for g in generations if not loop_length(g.tokens)).tau,
         by_category={
             category: TurnsReplay(**vars(decode_statistics(group)), loops=count_loops([g.tokens for g in group]))
-            for category, group in groups.items()
+            for category, group in by_category.items()
         },
         settings=method,
     )
 
 
 def write_replay(config: ReplayConfig, out_dir: Path, reports: Sequence[MethodReplay]) -> None:
-    table = replay_markdown(reports, config.transcripts)
-    write_atomically(out_dir / "report.md", table.encode())
-    keys = ("transcripts", "tokenizer", "max_new_tokens", "seed", "table", "small_lm", "server", "server_model",
+    markdown = replay_markdown(reports, config.transcripts)
+    write_atomically(out_dir / "report.md", markdown.encode())
+    config_keys = ("transcripts", "tokenizer", "max_new_tokens", "seed", "table", "small_lm", "server", "server_model",
             "draft_server")  # fmt: skip
-    facts = {
+    run_info = {
         "target": "replay",
-        **{key: getattr(config, key) for key in keys},
+        **{key: getattr(config, key) for key in config_keys},
         "machine": describe_machine("cpu"),
         "made_with": provenance(),
     }
     rows = [{"method": report.method, **asdict(report)} for report in reports]
-    write_json(out_dir / "report.json", {**facts, "reports": rows})
-    print(f"{table}\nreport: {out_dir / 'report.md'}", flush=True)
+    write_json(out_dir / "report.json", {**run_info, "reports": rows})
+    print(f"{markdown}\nreport: {out_dir / 'report.md'}", flush=True)
 
 
 def replay_markdown(reports: Sequence[MethodReplay], transcripts: str) -> str:
     """A table of τ per method, overall and by category."""
     first = reports[0]
-    groups = {
+    columns = {
         f"category {name}" if name in REPLAYED else name: (f"{{tau_of_{number}:.2f?}}", "")
         for number, name in enumerate(first.by_category)
     }
-    unsure = first.turns - first.greedy_turns
-    kind = f"teacher-forced, as {unsure} turns are not known to be greedy" if unsure else "greedy"
-    summary = f"{first.turns} turns, {first.tokens} tokens, {kind}; {first.loops}."
-    there = {"speed-up there [95 %]": ("{expected:interval}", "")} if any(r.expected for r in reports) else {}
+    unsure_turns = first.turns - first.greedy_turns
+    decoding = f"teacher-forced, as {unsure_turns} turns are not known to be greedy" if unsure_turns else "greedy"
+    summary = f"{first.turns} turns, {first.tokens} tokens, {decoding}; {first.loops}."
+    extra = {"speed-up there [95 %]": ("{expected:interval}", "")} if any(r.expected for r in reports) else {}
     rows = [{f"tau_of_{n}": r.by_category[name].tau for n, name in enumerate(first.by_category)} for r in reports]
-    table = fill_table({**REPLAYED, **there, **groups}, [vars(r) | row for r, row in zip(reports, rows, strict=True)])
+    table = fill_table({**REPLAYED, **extra, **columns}, [vars(r) | row for r, row in zip(reports, rows, strict=True)])
     return "\n".join([f"# Replay of {Path(transcripts).name}", "", summary, "", *table.markdown(), ""])

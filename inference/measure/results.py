@@ -66,10 +66,10 @@ class TreeLog(TokenSelector):
 
 def shown_rounds(first_token: int, rounds: Sequence[Round], verified: Sequence[VerifiedTree]) -> tuple[ShownRound, ...]:
     """The rounds of one text, of which `first_token` is the prefill's token."""
-    records, nodes = [ShownRound((first_token,))], 0
-    for r, (tokens, parents, path) in zip(rounds, verified, strict=True):
-        nodes += len(tokens)
-        tree = (tokens, parents, path) if nodes <= NODES_KEPT else ()
+    records, node_count = [ShownRound((first_token,))], 0
+    for r, (tokens, parents, accepted_nodes) in zip(rounds, verified, strict=True):
+        node_count += len(tokens)
+        tree = (tokens, parents, accepted_nodes) if node_count <= NODES_KEPT else ()
         records.append(ShownRound(r.tokens, r.accepted, *tree))
     return tuple(records)
 
@@ -99,8 +99,8 @@ class PromptResult:
     @property
     def talk(self) -> str:
         """The name of its conversation, or else of its prompt, with the tokens: runs may reuse the ids of prompts."""
-        talk = f"{self.prompt_id} {self.prompt}" if self.conversation is None else self.conversation
-        return f"{self.category}/{talk}"
+        name = f"{self.prompt_id} {self.prompt}" if self.conversation is None else self.conversation
+        return f"{self.category}/{name}"
 
     @property
     def unit(self) -> str:
@@ -163,14 +163,14 @@ def open_run(folder: Path, settings: Mapping[str, object], resume: bool) -> obje
         raise UserError(f"resume=true: {folder} holds results, but no {RUN_FILE} that says how they were made")
     if not (resume and path.exists()):
         return None
-    what, remedy = "record of a run", "measure again in another out_dir"
-    before = read_json(path, what, remedy)
+    file_label, remedy = "record of a run", "measure again in another out_dir"
+    run_json = read_json(path, file_label, remedy)
     try:
-        run = unseal_record(before)
+        run = unseal_record(run_json)
     except UserError as error:
-        raise UserError(f"{path}: damaged {what} ({error}); {remedy}") from None
-    names = {*construct(dict[str, object], run["settings"])}  # of another command's options maybe, which are fewer
-    check_identity(run["settings"], {key: value for key, value in settings.items() if value or key in names}, folder)
+        raise UserError(f"{path}: damaged {file_label} ({error}); {remedy}") from None
+    old_keys = {*construct(dict[str, object], run["settings"])}  # of another command's options maybe, which are fewer
+    check_identity(run["settings"], {key: value for key, value in settings.items() if value or key in old_keys}, folder)
     return run["prepared"]
 
 
@@ -185,18 +185,18 @@ def next_number(folder: Path) -> int:
     return 1 + max((int(match[1]) for match in matches if match), default=-1)
 
 
-def append_result(folder: Path, number: int, measured: MeasuredPrompt) -> None:
-    """Add a line to file `number`; it is on the disk when this returns. Raises `UserError`."""
-    append_line(folder / f"results-{number:05d}.jsonl", asdict(measured))
+def append_result(folder: Path, file_number: int, measured: MeasuredPrompt) -> None:
+    """Add a line to file `file_number`; it is on the disk when this returns. Raises `UserError`."""
+    append_line(folder / f"results-{file_number:05d}.jsonl", asdict(measured))
 
 
 def append_line(path: Path, record: Mapping[str, object]) -> None:
     """Add `record` as a sealed line of JSON; it is on the disk when this returns. Raises `UserError`."""
     try:
         with open(path, "ab+") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - 1))
-            if size and file.read() != b"\n":  # half a line, of a run that was killed or had no space left
+            file_size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, file_size - 1))
+            if file_size and file.read() != b"\n":  # half a line, of a run that was killed or had no space left
                 file.seek(0)
                 file.truncate(file.read().rfind(b"\n") + 1)
             file.write(json.dumps(seal_record(record)).encode() + b"\n")
@@ -222,12 +222,12 @@ def finished_results(folder: Path, group_size: int) -> list[MeasuredPrompt]:
 def read_lines(path: Path, record_type: type[Record]) -> Iterator[Record]:
     """The whole lines of `append_line`. Raises `UserError` for a damaged one."""
     *lines, _torn = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, 1):
+    for line_number, line in enumerate(lines, 1):
         try:
             yield construct(record_type, unseal_record(parse_json(line)))
         except UserError as error:
             raise UserError(
-                f"{path}:{number}: not a result of this version ({error}); remove the file and "
+                f"{path}:{line_number}: not a result of this version ({error}); remove the file and "
                 "resume=true measures what was in it again"
             ) from None
 

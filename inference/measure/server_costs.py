@@ -70,27 +70,27 @@ def measure_server(server: TimedServer, prompt: Sequence[int], seed: int = 0) ->
     Raises `UserError` if the server computes a known prompt again.
     """
     random = Streams(seed).arrays("server costs")
-    repeated = _repeat(prompt)
+    repeated_prompt = _repeat(prompt)
 
     def seconds_to_first(tokens: list[int]) -> float:
-        _, _, times, _ = server.stream(tokens, 1, seed, cache_prompt=True)  # llama.cpp's option
-        return times[1] - times[0]
+        _, _, step_times, _ = server.stream(tokens, 1, seed, cache_prompt=True)  # llama.cpp's option
+        return step_times[1] - step_times[0]
 
     def new_tokens(count: int) -> list[int]:
         tokens: list[int] = random.choice(prompt, count).tolist()
         return tokens
 
-    seconds_to_first(repeated)  # the server keeps it from now on
+    seconds_to_first(repeated_prompt)  # the server keeps it from now on
     token_seconds: list[float] = []
     first_seconds: dict[int, list[float]] = {width: [] for width in WIDTHS}
-    unknown_seconds: list[float] = []
+    uncached_seconds: list[float] = []
     for turn in track_progress(range(TURNS), "measuring passes of the server", "turns"):
         for width in WIDTHS if turn % 2 else reversed(WIDTHS):
-            first_seconds[width].append(seconds_to_first([*repeated, *new_tokens(width)]))
-        token_seconds.append(_time_token(server, repeated, seed))
+            first_seconds[width].append(seconds_to_first([*repeated_prompt, *new_tokens(width)]))
+        token_seconds.append(_time_token(server, repeated_prompt, seed))
         if turn < TURNS // 3:
-            unknown_seconds.append(seconds_to_first(new_tokens(PROMPT_TOKENS)))
-    if np.median(first_seconds[1]) > CACHED_SHARE * np.median(unknown_seconds):
+            uncached_seconds.append(seconds_to_first(new_tokens(PROMPT_TOKENS)))
+    if np.median(first_seconds[1]) > CACHED_SHARE * np.median(uncached_seconds):
         raise UserError(
             f"{server.setting}: it computes a known prompt again, so its passes cannot be timed by requests; let it "
             "keep the cache of prompts (vLLM: --enable-prefix-caching), or start the engine by measure-engine"
@@ -100,9 +100,9 @@ def measure_server(server: TimedServer, prompt: Sequence[int], seed: int = 0) ->
 
 def measure_drafter(server: TimedServer, prompt: Sequence[int], seed: int = 0) -> tuple[float, ...]:
     """Seconds of a token in each turn, of the drafter that `server` runs in the target's place."""
-    repeated = _repeat(prompt)
+    repeated_prompt = _repeat(prompt)
     turns = track_progress(range(TURNS), "measuring tokens of the drafter's server", "turns")
-    return tuple(_time_token(server, repeated, seed) for _ in turns)
+    return tuple(_time_token(server, repeated_prompt, seed) for _ in turns)
 
 
 def _repeat(prompt: Sequence[int]) -> list[int]:
@@ -112,17 +112,17 @@ def _repeat(prompt: Sequence[int]) -> list[int]:
 
 def _time_token(server: TimedServer, prompt: list[int], seed: int) -> float:
     """Seconds between two tokens of an answer to `prompt`."""
-    _, steps, times, _ = server.stream(prompt, ANSWER_TOKENS, seed, ignore_eos=True, cache_prompt=True)
-    if len(steps) < 2:
+    _, step_tokens, step_times, _ = server.stream(prompt, ANSWER_TOKENS, seed, ignore_eos=True, cache_prompt=True)
+    if len(step_tokens) < 2:
         raise UserError(f"{server.setting}: an answer came in one piece: it ended at once, or a proxy collects it")
-    return (times[-1] - times[1]) / max(1, sum(map(len, steps[1:])))
+    return (step_times[-1] - step_times[1]) / max(1, sum(map(len, step_tokens[1:])))
 
 
 def expect_speedup(
     generations: Sequence[Generation],
     costs: ServerCosts,
     streams: Streams,
-    drafted: Sequence[float] = (),
+    drafter_seconds: Sequence[float] = (),
     *,
     units: Sequence[str] | None = None,
     in_one_pass: bool = False,
@@ -135,27 +135,27 @@ def expect_speedup(
     the conversation that it is of; its texts are drawn together. in_one_pass: a whole draft takes the seconds of a
     token.
     """
-    numbers = [number for number, generation in enumerate(generations) if generation.rounds]
-    if not numbers:
+    indices = [index for index, generation in enumerate(generations) if generation.rounds]
+    if not indices:
         return MedianInterval()
-    texts, names = [generations[number].rounds for number in numbers], units or range(len(generations))
-    of_unit: dict[str | int, list[int]] = {}
-    for row, number in enumerate(numbers):
-        of_unit.setdefault(names[number], []).append(row)
-    clusters = [np.array(rows) for rows in of_unit.values()]
-    rounds = np.array([_count_widths(text) for text in texts])  # [texts, W + 1]
-    replayed = np.array([sum(r.draft_seconds + r.structure_seconds for r in text) for text in texts])  # [texts]
-    drafted_tokens = np.array([sum(bool(r.drafted) if in_one_pass else r.drafted for r in text) for text in texts])
-    tokens = np.array([sum(len(r.tokens) for r in text) for text in texts])  # [texts]
+    texts, unit_names = [generations[index].rounds for index in indices], units or range(len(generations))
+    rows_by_unit: dict[str | int, list[int]] = {}
+    for row, index in enumerate(indices):
+        rows_by_unit.setdefault(unit_names[index], []).append(row)
+    clusters = [np.array(rows) for rows in rows_by_unit.values()]
+    width_counts = np.array([_count_widths(text) for text in texts])  # [texts, W + 1]
+    replayed_seconds = np.array([sum(r.draft_seconds + r.structure_seconds for r in text) for text in texts])  # [texts]
+    drafted_counts = np.array([sum(bool(r.drafted) if in_one_pass else r.drafted for r in text) for text in texts])
+    token_counts = np.array([sum(len(r.tokens) for r in text) for text in texts])  # [texts]
 
     def ratios(random: np.random.Generator | None = None) -> np.ndarray:
-        seconds, drafting = costs.passes(random), replayed
-        if drafted:
-            longest = drafted_tokens * _median(drafted, random)
+        pass_seconds, draft_seconds = costs.passes(random), replayed_seconds
+        if drafter_seconds:
+            max_draft_seconds = drafted_counts * _median(drafter_seconds, random)
             share = 0.5 if random is None else random.random()
-            drafting = longest - share * np.maximum(0.0, longest - replayed)
-        faster: np.ndarray = tokens * seconds[1] / (rounds @ seconds + drafting)
-        return faster
+            draft_seconds = max_draft_seconds - share * np.maximum(0.0, max_draft_seconds - replayed_seconds)
+        speedups: np.ndarray = token_counts * pass_seconds[1] / (width_counts @ pass_seconds + draft_seconds)
+        return speedups
 
     random = streams.arrays("expected speed-up")
     picks = random.integers(len(clusters), size=(DRAWS, len(clusters)))
@@ -166,5 +166,5 @@ def expect_speedup(
 
 def _count_widths(rounds: Sequence[Round]) -> list[int]:
     """The rounds [W + 1] of a text by the tokens of the target's pass."""
-    widths = Counter(min(1 + round_.drafted, WIDTHS[-1]) for round_ in rounds)
-    return [widths[width] for width in range(WIDTHS[-1] + 1)]
+    width_counts = Counter(min(1 + round_.drafted, WIDTHS[-1]) for round_ in rounds)
+    return [width_counts[width] for width in range(WIDTHS[-1] + 1)]

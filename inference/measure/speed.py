@@ -33,9 +33,9 @@ def select_timed(results: Sequence[PromptResult], *arms: str) -> list[PromptResu
 def without_loops(results: Sequence[PromptResult], *arms: str) -> list[PromptResult]:
     """Results without a loop in these arms. Texts that were decoded together share a pace: none of a group with a loop
     stays."""
-    loops = [any(statistics.loop_length(r.generations[arm].tokens) for arm in arms) for r in results]
-    mixed_groups = {r.group for r, loop in zip(results, loops, strict=True) if loop and r.group is not None}
-    return [r for r, loop in zip(results, loops, strict=True) if not loop and r.group not in mixed_groups]
+    loop_flags = [any(statistics.loop_length(r.generations[arm].tokens) for arm in arms) for r in results]
+    looped_groups = {r.group for r, looped in zip(results, loop_flags, strict=True) if looped and r.group is not None}
+    return [r for r, looped in zip(results, loop_flags, strict=True) if not looped and r.group not in looped_groups]
 
 
 def speedups(results: Sequence[PromptResult], arm: str, baseline: str) -> dict[str, float]:
@@ -57,13 +57,13 @@ def speedup(
 
 
 def speedups_over_baselines(
-    results: Sequence[PromptResult], arm: str, streams: Streams, seconds: Callable[[Generation], float] = decoding
+    results: Sequence[PromptResult], arm: str, streams: Streams, seconds_of: Callable[[Generation], float] = decoding
 ) -> statistics.MedianInterval:
     """`speedup` over plain decoding and, if it was run, over transformers' `generate`."""
-    over_plain = speedup(results, arm, AUTOREGRESSIVE, streams, seconds)
+    over_plain = speedup(results, arm, AUTOREGRESSIVE, streams, seconds_of)
     if TRANSFORMERS not in results[0].generations:
         return over_plain
-    return replace(over_plain, vs_transformers_generate=speedup(results, arm, TRANSFORMERS, streams, seconds))
+    return replace(over_plain, vs_transformers_generate=speedup(results, arm, TRANSFORMERS, streams, seconds_of))
 
 
 def prefill_seconds(results: Sequence[PromptResult], arm: str, streams: Streams) -> statistics.MedianInterval | None:
@@ -79,31 +79,31 @@ def tokens_per_second(results: Sequence[PromptResult], arm: str, *, prefill: boo
     prefill: of whole answers, with the prefill's time and token.
     """
     generations = [r.generations[arm] for r in results if arm in r.generations]
-    measured = [g for g in generations if prefill or len(g.tokens) > 1]
-    seconds = sum(g.decode_seconds + prefill * g.prefill_seconds for g in measured)
-    return sum(len(g.tokens) - (not prefill) for g in measured) / seconds if seconds else None
+    timed_generations = [g for g in generations if prefill or len(g.tokens) > 1]
+    total_seconds = sum(g.decode_seconds + prefill * g.prefill_seconds for g in timed_generations)
+    return sum(len(g.tokens) - (not prefill) for g in timed_generations) / total_seconds if total_seconds else None
 
 
 def parts_of_time(results: Sequence[PromptResult], arm: str) -> dict[str, float]:
     """Seconds of decoding by part of a round over all prompts; "other" is the time outside the parts."""
     generations = [r.profiles.get(arm, r.generations[arm]) for r in results]
     rounds = [r for g in generations for r in g.rounds]
-    parts = {
+    part_seconds = {
         "draft": sum(r.draft_seconds for r in rounds),
         "verify": sum(r.verify_seconds for r in rounds),
         "structure": sum(r.structure_seconds for r in rounds),
     }
-    return {**parts, "other": sum(g.decode_seconds for g in generations) - sum(parts.values())}
+    return {**part_seconds, "other": sum(g.decode_seconds for g in generations) - sum(part_seconds.values())}
 
 
 def time_of_a_plain_token(results: Sequence[PromptResult]) -> statistics.PlainToken:
     """The time of a token over all rounds of the autoregressive arm."""
-    parts = parts_of_time(results, AUTOREGRESSIVE)
-    count = sum(len(r.profiles.get(AUTOREGRESSIVE, r.generations[AUTOREGRESSIVE]).rounds) for r in results)
-    if not count:
+    part_seconds = parts_of_time(results, AUTOREGRESSIVE)
+    round_count = sum(len(r.profiles.get(AUTOREGRESSIVE, r.generations[AUTOREGRESSIVE]).rounds) for r in results)
+    if not round_count:
         return statistics.PlainToken()
-    token, passed = (1e6 * seconds / count for seconds in (sum(parts.values()), parts["verify"]))
-    return statistics.PlainToken(token, passed, token - passed, 1 - passed / token)
+    token_us, fwd_us = (1e6 * seconds / round_count for seconds in (sum(part_seconds.values()), part_seconds["verify"]))
+    return statistics.PlainToken(token_us, fwd_us, token_us - fwd_us, 1 - fwd_us / token_us)
 
 
 def break_even(results: Sequence[PromptResult], method: str) -> float | None:
@@ -114,12 +114,12 @@ def break_even(results: Sequence[PromptResult], method: str) -> float | None:
     """
     timed_results = select_timed(results, method, AUTOREGRESSIVE)
     rounds = [r for result in timed_results for r in result.generations[method].rounds]
-    if not (tested := statistics.count_tested(rounds)):
+    if not (n_tested := statistics.count_tested(rounds)):
         return None
-    steps = sum(len(result.generations[AUTOREGRESSIVE].tokens) - 1 for result in timed_results)
-    step = sum(result.generations[AUTOREGRESSIVE].decode_seconds for result in timed_results) / steps
-    spent = sum(result.generations[method].decode_seconds for result in timed_results)
-    return (spent / step - len(rounds)) / tested
+    plain_tokens = sum(len(result.generations[AUTOREGRESSIVE].tokens) - 1 for result in timed_results)
+    token_seconds = sum(result.generations[AUTOREGRESSIVE].decode_seconds for result in timed_results) / plain_tokens
+    method_seconds = sum(result.generations[method].decode_seconds for result in timed_results)
+    return (method_seconds / token_seconds - len(rounds)) / n_tested
 
 
 def conversations(results: Sequence[PromptResult]) -> int:
@@ -127,8 +127,8 @@ def conversations(results: Sequence[PromptResult]) -> int:
     return len({r.talk for r in results})
 
 
-def _ratio(result: PromptResult, arm: str, baseline: str, seconds: Callable[[Generation], float]) -> float:
-    return seconds(result.generations[baseline]) / seconds(result.generations[arm])
+def _ratio(result: PromptResult, arm: str, baseline: str, seconds_of: Callable[[Generation], float]) -> float:
+    return seconds_of(result.generations[baseline]) / seconds_of(result.generations[arm])
 
 
 def median_of(results: Sequence[PromptResult], values: Sequence[float], streams: Streams) -> statistics.MedianInterval:

@@ -51,7 +51,7 @@ class DecodeStatistics:
 def decode_statistics(generations: Iterable[Generation]) -> DecodeStatistics:
     """The statistics of all rounds and requests; 0 where nothing was decoded."""
     generations = list(generations)
-    rounds, texts = [r for g in generations for r in g.rounds], [g.rounds for g in generations if g.rounds]
+    rounds, request_rounds = [r for g in generations for r in g.rounds], [g.rounds for g in generations if g.rounds]
     drafted, accepted = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
     emitted, output = sum(len(r.tokens) for r in rounds), sum(len(g.tokens) for g in generations)
     tested = count_tested(rounds)
@@ -62,9 +62,9 @@ def decode_statistics(generations: Iterable[Generation]) -> DecodeStatistics:
         draft_share=r,
         harmonic_mean=2 * v * r / (v + r) if v + r else 0.0,
         drafted_tokens_per_round=drafted / len(rounds) if rounds else 0.0,
-        tau_of_requests=_mean([sum(len(r.tokens) for r in text) / len(text) for text in texts]),
+        tau_of_requests=_mean([sum(len(r.tokens) for r in text) / len(text) for text in request_rounds]),
         accepted_per_round=accepted / len(rounds) if rounds else 0.0,
-        accepted_per_round_of_requests=_mean([sum(r.accepted for r in text) / len(text) for text in texts]),
+        accepted_per_round_of_requests=_mean([sum(r.accepted for r in text) / len(text) for text in request_rounds]),
     )
 
 
@@ -89,10 +89,10 @@ def structure_statistics(generations: Iterable[Generation]) -> dict[str, float]:
     """
     generations = list(generations)
     # Older results do not tell the rounds, and those of a text without a sum had no draft.
-    rounds = sum(g.totals.get(OBSERVED, len(g.rounds)) for g in generations if g.totals) or 1
-    not_meant = (TRIED, CANDIDATE, CHOSEN, OBSERVED)
-    names = sorted({name for g in generations for name in g.totals if not name.startswith(not_meant)})
-    return {name: sum(g.totals.get(name, 0.0) for g in generations) / rounds for name in names}
+    round_count = sum(g.totals.get(OBSERVED, len(g.rounds)) for g in generations if g.totals) or 1
+    excluded_prefixes = (TRIED, CANDIDATE, CHOSEN, OBSERVED)
+    names = sorted({name for g in generations for name in g.totals if not name.startswith(excluded_prefixes)})
+    return {name: sum(g.totals.get(name, 0.0) for g in generations) / round_count for name in names}
 
 
 @dataclass(frozen=True)
@@ -105,10 +105,10 @@ class SourceRounds:
 
 def count_rounds_by_source(generations: Iterable[Generation]) -> dict[str, SourceRounds]:
     """The rounds of each source; those without a draft, or whose source is not recorded, under "none"."""
-    emitted: dict[str, list[int]] = {}
+    counts_by_source: dict[str, list[int]] = {}
     for r in (r for generation in generations for r in generation.rounds):
-        emitted.setdefault(r.source or "none", []).append(len(r.tokens))
-    return {source: SourceRounds(len(counts), _mean(counts)) for source, counts in sorted(emitted.items())}
+        counts_by_source.setdefault(r.source or "none", []).append(len(r.tokens))
+    return {source: SourceRounds(len(counts), _mean(counts)) for source, counts in sorted(counts_by_source.items())}
 
 
 @dataclass(frozen=True)
@@ -122,18 +122,18 @@ class ChosenSize:
 
 def chosen_sizes(generations: Iterable[Generation]) -> dict[str, ChosenSize]:
     """The "auto" sizes that the rounds chose, by their name."""
-    counts: dict[str, Counter[str]] = {}
+    counts_by_size: dict[str, Counter[str]] = {}
     for generation in generations:
         for name, count in generation.totals.items():
             if name.startswith(CHOSEN):
-                size, _, value = name.removeprefix(CHOSEN).partition("=")
-                counts.setdefault(size, Counter())[value] += int(count)
-    by_size: dict[str, ChosenSize] = {}
-    for size, values in sorted(counts.items()):
-        [(mode, times)] = values.most_common(1)
-        mean = sum(int(value) * count for value, count in values.items()) / values.total()
-        by_size[size] = ChosenSize(mode, times / values.total(), mean)
-    return by_size
+                size_name, _, value = name.removeprefix(CHOSEN).partition("=")
+                counts_by_size.setdefault(size_name, Counter())[value] += int(count)
+    size_by_name: dict[str, ChosenSize] = {}
+    for size_name, value_counts in sorted(counts_by_size.items()):
+        [(mode, mode_count)] = value_counts.most_common(1)
+        mean = sum(int(value) * count for value, count in value_counts.items()) / value_counts.total()
+        size_by_name[size_name] = ChosenSize(mode, mode_count / value_counts.total(), mean)
+    return size_by_name
 
 
 def acceptance_by_candidates(generations: Iterable[Generation]) -> list[float]:
@@ -145,9 +145,9 @@ def acceptance_by_candidates(generations: Iterable[Generation]) -> list[float]:
     totals: Counter[str] = Counter()
     for generation in generations:
         totals.update(generation.totals)
-    widest = max((int(name.removeprefix(CANDIDATE)) for name in totals if CANDIDATE in name), default=0)
-    accepted = itertools.accumulate(totals[f"{CANDIDATE}{k}"] for k in range(1, widest + 1))
-    return [count / totals[TRIED] for count in accepted]
+    max_candidates = max((int(name.removeprefix(CANDIDATE)) for name in totals if CANDIDATE in name), default=0)
+    cum_accepted = itertools.accumulate(totals[f"{CANDIDATE}{k}"] for k in range(1, max_candidates + 1))
+    return [count / totals[TRIED] for count in cum_accepted]
 
 
 @dataclass(frozen=True)
@@ -167,15 +167,15 @@ def acceptance_by_position(
     In a chain depth i is the i-th token. given_previous: the conditional acceptance, over only those rounds whose path
     reached i − 1. Depths without such rounds are left out. A draft is tested up to an accepted end token only.
     """
-    rounds = [(r.accepted, _tested_depth(r)) for g in generations for r in g.rounds]
-    table = []
-    for position in range(1, max((tested for _, tested in rounds), default=0) + 1):
-        least = position - 1 if given_previous else 0
-        reached = [accepted for accepted, tested in rounds if tested >= position and accepted >= least]
+    round_depths = [(r.accepted, _tested_depth(r)) for g in generations for r in g.rounds]
+    depth_rows = []
+    for position in range(1, max((tested for _, tested in round_depths), default=0) + 1):
+        min_accepted = position - 1 if given_previous else 0
+        reached = [accepted for accepted, tested in round_depths if tested >= position and accepted >= min_accepted]
         if reached:
             share = sum(accepted >= position for accepted in reached) / len(reached)
-            table.append(DepthAcceptance(position, len(reached), share))
-    return tuple(table)
+            depth_rows.append(DepthAcceptance(position, len(reached), share))
+    return tuple(depth_rows)
 
 
 @dataclass(frozen=True)
@@ -196,16 +196,16 @@ class MedianInterval:
     def shown_interval(self) -> tuple[float, float] | None:
         return self.ci95 if self.prompts >= MIN_PROMPTS else None
 
-    def __format__(self, form: str) -> str:
+    def __format__(self, format_spec: str) -> str:
         """As text. form: "interval"; "times", the median alone; "ms", in thousandths."""
         if self.median is None:
             return "–"
-        factor, digits, unit = (1000, 1, "") if form == "ms" else (1, 2, "×")
-        median = f"{factor * self.median:.{digits}f}{unit}"
-        if form == "times" or self.shown_interval is None:
-            return median
+        factor, digits, unit = (1000, 1, "") if format_spec == "ms" else (1, 2, "×")
+        median_text = f"{factor * self.median:.{digits}f}{unit}"
+        if format_spec == "times" or self.shown_interval is None:
+            return median_text
         low, high = self.shown_interval
-        return f"{median} [{factor * low:.{digits}f}, {factor * high:.{digits}f}]"
+        return f"{median_text} [{factor * low:.{digits}f}, {factor * high:.{digits}f}]"
 
 
 def bootstrap_median(
@@ -216,16 +216,16 @@ def bootstrap_median(
     units: per value, the cluster that it belongs to. All values of a cluster are drawn together (a cluster bootstrap:
     Davison and Hinkley 1997, §3.8), which scipy.stats.bootstrap does not support. None: every value is a cluster.
     """
-    names = {name: number for number, name in enumerate(dict.fromkeys(units or range(len(values))))}
-    clusters = torch.tensor([names[name] for name in units or range(len(values))])  # [values]
-    picks = torch.from_numpy(generator.integers(len(names), size=(draws, len(names))))  # [draws, clusters]
-    data, order = torch.tensor(values, dtype=torch.float64).sort()
-    times = torch.zeros(draws, len(names), dtype=torch.long).scatter_add_(1, picks, torch.ones_like(picks))
+    cluster_ids = {name: number for number, name in enumerate(dict.fromkeys(units or range(len(values))))}
+    cluster_of = torch.tensor([cluster_ids[name] for name in units or range(len(values))])  # [values]
+    picks = torch.from_numpy(generator.integers(len(cluster_ids), size=(draws, len(cluster_ids))))  # [draws, clusters]
+    sorted_values, order = torch.tensor(values, dtype=torch.float64).sort()
+    times = torch.zeros(draws, len(cluster_ids), dtype=torch.long).scatter_add_(1, picks, torch.ones_like(picks))
     # [draws, values]: how many of a draw's values are up to this one, if each cluster counts as `times` it was picked.
-    counts = times[:, clusters[order]].cumsum(1)
-    half = counts[:, -1:] / 2
-    lower, upper = (counts < half).sum(1), (counts <= half).sum(1)  # the two middle values, or one twice
-    medians = (data[lower] + data[upper]) / 2
+    cum_counts = times[:, cluster_of[order]].cumsum(1)
+    half = cum_counts[:, -1:] / 2
+    lower, upper = (cum_counts < half).sum(1), (cum_counts <= half).sum(1)  # the two middle values, or one twice
+    medians = (sorted_values[lower] + sorted_values[upper]) / 2
     low, high = medians.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return statistics.median(values), (low, high)
 
@@ -237,20 +237,20 @@ def bootstrap_tau_gain(counts: np.ndarray, generator: np.random.Generator) -> tu
     tokens / rounds of the second drafter, less that of the first, each summed over the texts.
     """
     size = counts.shape[1]
-    tokens, first, second = counts[:, generator.integers(size, size=(2000, size))].sum(-1)  # [draws] each
-    low, high = np.quantile(tokens / second - tokens / first, (0.025, 0.975))
+    tokens, first_rounds, second_rounds = counts[:, generator.integers(size, size=(2000, size))].sum(-1)  # [draws] each
+    low, high = np.quantile(tokens / second_rounds - tokens / first_rounds, (0.025, 0.975))
     return float(low), float(high)
 
 
 def coverage_by_category(vocabulary: Iterable[int], texts: Iterable[tuple[str, Sequence[int]]]) -> dict[str, float]:
     """The share of `vocabulary` tokens among those of `texts` (a category, and a text's tokens), overall ("all") and by
     category."""
-    vocabulary, counts, inside = set(vocabulary), Counter[str](), Counter[str]()
+    vocabulary, token_counts, covered_counts = set(vocabulary), Counter[str](), Counter[str]()
     for category, tokens in texts:
         for name in ("all", category):
-            counts[name] += len(tokens)
-            inside[name] += sum(token in vocabulary for token in tokens)
-    return {name: inside[name] / count for name, count in counts.items() if count}
+            token_counts[name] += len(tokens)
+            covered_counts[name] += sum(token in vocabulary for token in tokens)
+    return {name: covered_counts[name] / count for name, count in token_counts.items() if count}
 
 
 TIMES = 3  # repetitions of a cycle: twice is an ordinary quotation
@@ -260,15 +260,15 @@ LEAST = 12  # tokens of the stretch: a row of dots, or of digits at the end of a
 @lru_cache(maxsize=4096)  # all arms of a greedy evaluation have the same texts
 def loop_length(tokens: tuple[int, ...]) -> int:
     """The number of tokens in the longest stretch of a text that makes it loop; 0 for a text that does not."""
-    text, size, longest = np.array(tokens), len(tokens), 0
+    text, token_count, longest = np.array(tokens), len(tokens), 0
     # Example: a b c b c b c with period 2. text[i] != text[i + 2] at i = 0 only, so edges are −1, 0 and 5; between them
     # are stretches of 2 and 6 tokens that end at 2 and 7. The second is b c b c b c.
-    for period in range(1, size // TIMES + 1):
-        edges = np.concatenate(([-1], np.flatnonzero(text[period:] != text[:-period]), [size - period]))
+    for period in range(1, token_count // TIMES + 1):
+        edges = np.concatenate(([-1], np.flatnonzero(text[period:] != text[:-period]), [token_count - period]))
         lengths, ends = np.diff(edges) - 1 + period, edges[1:] + period  # of stretches of this period
         # A stretch may end one token before the text does: the last token may be the end token.
-        counts = (lengths >= max(TIMES * period, LEAST)) & ((2 * lengths >= size) | (ends >= size - 1))
-        longest = max(longest, int(lengths[counts].max(initial=0)))
+        loop_mask = (lengths >= max(TIMES * period, LEAST)) & ((2 * lengths >= token_count) | (ends >= token_count - 1))
+        longest = max(longest, int(lengths[loop_mask].max(initial=0)))
     return longest
 
 
@@ -285,8 +285,8 @@ class Loops:
 
 
 def count_loops(texts: Sequence[tuple[int, ...]]) -> Loops:
-    lengths, total = [loop_length(text) for text in texts], sum(map(len, texts))
-    return Loops(len(texts), sum(map(bool, lengths)), sum(lengths) / total if total else 0.0)
+    lengths, token_count = [loop_length(text) for text in texts], sum(map(len, texts))
+    return Loops(len(texts), sum(map(bool, lengths)), sum(lengths) / token_count if token_count else 0.0)
 
 
 @dataclass(frozen=True)
@@ -313,8 +313,8 @@ class MachineLoad:
 
     def warnings(self, device: str = "") -> list[str]:
         """A warning for the top of a report if the machine was busy. device: the one that was measured on."""
-        calmer = " threads=1 is the least disturbed by other work." if device == "cpu" else ""
-        return [f"{self.busy} Do not quote these speeds; no speed is judged.{calmer}"] if self.busy else []
+        advice = " threads=1 is the least disturbed by other work." if device == "cpu" else ""
+        return [f"{self.busy} Do not quote these speeds; no speed is judged.{advice}"] if self.busy else []
 
 
 MIN_PROMPTS = 5  # conversations of any number of turns; fewer give no meaningful interval, so no verdict
@@ -323,12 +323,12 @@ MIN_PROMPTS = 5  # conversations of any number of turns; fewer give no meaningfu
 MARGIN = 0.02
 
 
-def judge_speed(speedup: MedianInterval, busy: str | None = None) -> str:
+def judge_speed(speedup: MedianInterval, busy_reason: str | None = None) -> str:
     """ "faster" or "slower" if the whole interval is beyond 1 by more than `MARGIN`, else "undecided".
 
     busy: why speeds of that run are unreliable (see `judge_load`).
     """
-    if busy or speedup.ci95 is None or speedup.prompts < MIN_PROMPTS:
+    if busy_reason or speedup.ci95 is None or speedup.prompts < MIN_PROMPTS:
         return "undecided"
     low, high = speedup.ci95
     return "faster" if low > 1 + MARGIN else "slower" if high < 1 - MARGIN else "undecided"

@@ -45,9 +45,9 @@ class CpuWatch:
         """`arm`, with its CPU time measured."""
 
         def run_watched(prompt: Sequence[int], streams: Streams) -> Generation:
-            used, started = self._used(), self._clock()
+            cpu_before, started = self._used(), self._clock()
             generation = arm(prompt, streams)
-            self._spent += self._used() - used
+            self._spent += self._used() - cpu_before
             self._possible += (self._clock() - started) * min(torch.get_num_threads(), self._cores())
             return generation
 
@@ -81,10 +81,10 @@ def judge_load(cpu_shares: Iterable[float | None], loads: Iterable[float | None]
     """The load from values per prompt. cores: the machine's number of cores."""
     measurements = ([value for value in values if value is not None] for values in (cpu_shares, loads))
     cpu_share, load = (statistics.median(values) if values else None for values in measurements)
-    signs = []
+    busy_signs = []
     if cpu_share is not None and cpu_share < LEAST_SHARE:
-        signs.append(f"plain decoding got {100 * cpu_share:.0f} % of the CPU time that its threads could use")
+        busy_signs.append(f"plain decoding got {100 * cpu_share:.0f} % of the CPU time that its threads could use")
     if load is not None and load > cores + MOST_LOAD:
-        signs.append(f"the load average was {load:.1f} on {cores} cores")
-    busy = f"The machine was busy: {' and '.join(signs)}." if signs else None
+        busy_signs.append(f"the load average was {load:.1f} on {cores} cores")
+    busy = f"The machine was busy: {' and '.join(busy_signs)}." if busy_signs else None
     return MachineLoad(cpu_share, load, busy)

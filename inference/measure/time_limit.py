@@ -26,17 +26,17 @@ class TimeLimit:
         """Seconds that all runs have taken so far."""
         return self.earlier + self.clock() - self.started
 
-    def left(self, spent: float | None = None) -> float:
-        """Seconds until the limit after `spent` seconds (None: now), 0 beyond it."""
-        spent = self.spent() if spent is None else spent
-        return math.inf if self.minutes is None else max(0.0, 60 * self.minutes - spent)
+    def left(self, spent_seconds: float | None = None) -> float:
+        """Seconds until the limit after `spent_seconds` seconds (None: now), 0 beyond it."""
+        spent_seconds = self.spent() if spent_seconds is None else spent_seconds
+        return math.inf if self.minutes is None else max(0.0, 60 * self.minutes - spent_seconds)
 
     def holds(self, spent: float, seconds: float) -> bool:
         """Whether work of `seconds` may begin after `spent` seconds: at least half of it must fit into the limit."""
         return not self.is_over(spent + seconds / 2)
 
-    def is_over(self, spent: float) -> bool:
-        return self.minutes is not None and spent >= 60 * self.minutes
+    def is_over(self, spent_seconds: float) -> bool:
+        return self.minutes is not None and spent_seconds >= 60 * self.minutes
 
     def to_do(self, prompts: int, finished_positions: Collection[int]) -> tuple[list[int], int]:
         """The positions of the remaining prompts, in the order to run, and the number of them that must run.
@@ -53,5 +53,5 @@ class TimeLimit:
 def spread_order(count: int) -> list[int]:
     """0 … count − 1 in bit-reversed order: every prefix is spread evenly over all. Of 5: [0, 4, 2, 1, 3]."""
     bits = max(1, (count - 1).bit_length())
-    reverse = (int(f"{index:0{bits}b}"[::-1], 2) for index in range(1 << bits))
-    return [position for position in reverse if position < count]
+    reversed_indices = (int(f"{index:0{bits}b}"[::-1], 2) for index in range(1 << bits))
+    return [position for position in reversed_indices if position < count]

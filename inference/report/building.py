@@ -30,8 +30,8 @@ def build_report(
     arms = {"autoregressive": AUTOREGRESSIVE, TRANSFORMERS: TRANSFORMERS, "speculative": method}
     streams = Streams(seed).within(method, "bootstrap")
     figures = make_figures(results, method, streams)
-    excusing = conditions.computes_in in types.HALF_NAMES
-    lossless = compare_texts(results, method, sampled=conditions.temperature > 0, excusing=excusing)
+    excuses_ties = conditions.computes_in in types.HALF_DTYPES
+    lossless = compare_texts(results, method, sampled=conditions.temperature > 0, excusing=excuses_ties)
     by_category = {name: [r for r in results if r.category == name] for name in sorted({r.category for r in results})}
     return types.MethodReport(
         method=method,
@@ -73,10 +73,10 @@ def method_verdict(method: str, lossless: types.Lossless, figures: types.Figures
     Texts are wrong if one differs from the reference's by more than a rounding tie, or if the judgement has a fault. If
     plain decoding by this runtime is wrong itself, no method is to blame. Speed is judged on texts that do not loop.
     """
-    judgement, of_plain = lossless.judged[method], lossless.judged[AUTOREGRESSIVE]
-    plain_identical = lossless.autoregressive_identical == lossless.checked
-    plain_excused = of_plain is not None and conditions.computes_in in types.HALF_NAMES
-    if not (plain_identical or plain_excused) or (of_plain and of_plain.faults):
+    judgement, plain_judgement = lossless.judged[method], lossless.judged[AUTOREGRESSIVE]
+    plain_is_identical = lossless.autoregressive_identical == lossless.checked
+    plain_is_excused = plain_judgement is not None and conditions.computes_in in types.HALF_DTYPES
+    if not (plain_is_identical or plain_is_excused) or (plain_judgement and plain_judgement.faults):
         return types.TARGET_DIFFERS
     if lossless.identical + lossless.excused_ties != lossless.checked or (judgement and judgement.faults):
         return types.NOT_LOSSLESS
@@ -85,7 +85,7 @@ def method_verdict(method: str, lossless: types.Lossless, figures: types.Figures
 
 def make_figures(results: Sequence[PromptResult], method: str, streams: Streams) -> types.Figures:
     """The figures of a method on some prompts, its share of looping text, and the speed-up without loops."""
-    generations, loopless = (
+    generations, loopless_results = (
         [r.generations[method] for r in results],
         speed.without_loops(results, method, AUTOREGRESSIVE),
     )
@@ -95,7 +95,7 @@ def make_figures(results: Sequence[PromptResult], method: str, streams: Streams)
         **vars(statistics.decode_statistics(generations)),
         speedup=speed.speedup(results, method, AUTOREGRESSIVE, streams),
         loops=statistics.count_loops([g.tokens for g in generations]),
-        speedup_without_loops=speed.speedup(loopless, method, AUTOREGRESSIVE, streams),
+        speedup_without_loops=speed.speedup(loopless_results, method, AUTOREGRESSIVE, streams),
     )
 
 
@@ -103,10 +103,10 @@ def generate_speed(results: Sequence[PromptResult], streams: Streams) -> types.G
     """The speed-ups of transformers' `generate`; None if it was not run."""
     if TRANSFORMERS not in results[0].generations:
         return None
-    ratios = (
+    speedups = (
         speed.speedup(results, TRANSFORMERS, AUTOREGRESSIVE, streams, *seconds) for seconds in ((), (speed.end_to_end,))
     )
-    return types.GenerateSpeed(*ratios)
+    return types.GenerateSpeed(*speedups)
 
 
 def compare_texts(results: Sequence[PromptResult], method: str, *, sampled: bool, excusing: bool) -> types.Lossless:
@@ -114,7 +114,7 @@ def compare_texts(results: Sequence[PromptResult], method: str, *, sampled: bool
 
     sampled: no text is compared. excusing: a difference may be a rounding tie, as in half precision.
     """
-    checked = [] if sampled else results
+    compared_results = [] if sampled else results
     arms = (method, AUTOREGRESSIVE)
     deviations = {arm: [r.deviations[arm] for r in results if arm in r.deviations] for arm in arms}
     judgements = {arm: judge_deviations(rows) if rows else None for arm, rows in deviations.items()}
@@ -124,15 +124,15 @@ def compare_texts(results: Sequence[PromptResult], method: str, *, sampled: bool
         judgement = judgements[arm]
         if judgement is None or judgement.faults or not excusing:
             return 0
-        return sum(not r.identical(arm) and arm in r.deviations for r in checked)
+        return sum(not r.identical(arm) and arm in r.deviations for r in compared_results)
 
     return types.Lossless(
         reference=None if sampled else results[0].reference,
-        checked=len(checked),
-        identical=sum(r.identical(method) for r in checked),
-        identical_to_plain=sum(r.identical(method, AUTOREGRESSIVE) for r in checked),
+        checked=len(compared_results),
+        identical=sum(r.identical(method) for r in compared_results),
+        identical_to_plain=sum(r.identical(method, AUTOREGRESSIVE) for r in compared_results),
         excused_ties=count_ties(method),
-        autoregressive_identical=sum(r.identical(AUTOREGRESSIVE) for r in checked),
+        autoregressive_identical=sum(r.identical(AUTOREGRESSIVE) for r in compared_results),
         autoregressive_excused_ties=count_ties(AUTOREGRESSIVE),
         judged=judgements,
     )

@@ -108,12 +108,12 @@ def compare_reports(config: CompareConfig) -> Comparison:
 def _compare(config: CompareConfig) -> Comparison:
     before, after = (read_evaluation(folder) for folder in config.compare)
     pairs = config.pairs or {name: name for name in before.reports if name in after.reports}
-    for side, names in ((before, list(pairs)), (after, list(pairs.values()))):
-        unknown = [name for name in names if name not in side.reports]
-        require(not unknown, "pairs", unknown, f"methods of {side.folder}: {', '.join(side.reports)}")
+    for evaluation, method_names in ((before, list(pairs)), (after, list(pairs.values()))):
+        unknown = [name for name in method_names if name not in evaluation.reports]
+        require(not unknown, "pairs", unknown, f"methods of {evaluation.folder}: {', '.join(evaluation.reports)}")
     if not pairs:
-        methods = f"{', '.join(before.reports)} and {', '.join(after.reports)}"
-        raise UserError(f"compare={config.compare}: no method in both ({methods}); say which with pairs={{A: B}}")
+        methods_text = f"{', '.join(before.reports)} and {', '.join(after.reports)}"
+        raise UserError(f"compare={config.compare}: no method in both ({methods_text}); say which with pairs={{A: B}}")
     shared, streams = shared_prompts(before, after), Streams(config.seed).within("compare")
     return Comparison(
         compare=(before.folder, after.folder),
@@ -141,26 +141,26 @@ def shared_prompts(before: Evaluation, after: Evaluation) -> list[str]:
     Prompts are compared as tokens if the two targets share a tokenizer. A later turn of a conversation includes the
     target's earlier answers, so with other answers it is a different prompt.
     """
-    tokenizers = [run.first.conditions.digests.get("tokenizer") for run in (before, after)]
-    same_tokens = tokenizers[0] == tokenizers[1]
-    shared = [
-        name
-        for name, result in before.results.items()
-        if name in after.results and (not same_tokens or result.prompt == after.results[name].prompt)
+    tokenizer_digests = [run.first.conditions.digests.get("tokenizer") for run in (before, after)]
+    same_tokenizer = tokenizer_digests[0] == tokenizer_digests[1]
+    shared_ids = [
+        prompt_id
+        for prompt_id, result in before.results.items()
+        if prompt_id in after.results and (not same_tokenizer or result.prompt == after.results[prompt_id].prompt)
     ]
-    if not shared:
+    if not shared_ids:
         folders = f"{before.folder},{after.folder}"
         raise UserError(f"compare=[{folders}]: no prompt in both; evaluate both on the same prompts")
-    return shared
+    return shared_ids
 
 
 def list_differences(before: Evaluation, after: Evaluation) -> dict[str, tuple[object, object]]:
     """Differences of the two runs other than methods: settings and facts that a reader must know."""
-    keys = ("target", "drafter", "dtype", "device", "runtime", "kernels", "temperature", "sampling",
+    fact_keys = ("target", "drafter", "dtype", "device", "runtime", "kernels", "temperature", "sampling",
             "generation_config", "template", "max_new_tokens", "texts_at_once", "processes", "machine", "made_with",
             "digests", "seed")  # fmt: skip
     facts_before, facts_after = ({**vars(run.first.conditions), **vars(run.first)} for run in (before, after))
-    return {key: (facts_before[key], facts_after[key]) for key in keys if facts_before[key] != facts_after[key]}
+    return {key: (facts_before[key], facts_after[key]) for key in fact_keys if facts_before[key] != facts_after[key]}
 
 
 def compare_methods(
@@ -169,27 +169,27 @@ def compare_methods(
     """The second method of `pair`, of the run `after`, over the first, of the run `before`."""
     (arm_before, arm_after), arms = pair, ((before, pair[0]), (after, pair[1]))
     fair = [name for name in shared if all(select_timed([run.results[name]], arm, AUTOREGRESSIVE) for run, arm in arms)]
-    texts = {name: [run.results[name].generations[arm].tokens for run, arm in arms] for name in shared}
+    texts_by_id = {name: [run.results[name].generations[arm].tokens for run, arm in arms] for name in shared}
 
-    def ratio(figure: Figure, fair: Sequence[str] = fair) -> MedianInterval:
-        values = [figure(after.results[name], arm_after) / figure(before.results[name], arm_before) for name in fair]
-        sides = [[run.results[name] for name in fair] for run in (before, after)]
-        coarser = min(sides, key=lambda results: len({result.unit for result in results}))
-        return median_of(coarser, values, streams.within(figure.__name__))
+    def ratio(figure: Figure, ids: Sequence[str] = fair) -> MedianInterval:
+        ratios = [figure(after.results[name], arm_after) / figure(before.results[name], arm_before) for name in ids]
+        results_by_run = [[run.results[name] for name in ids] for run in (before, after)]
+        coarser_results = min(results_by_run, key=lambda results: len({result.unit for result in results}))
+        return median_of(coarser_results, ratios, streams.within(figure.__name__))
 
     loopless = [{r.prompt_id for r in without_loops([*run.results.values()], arm, AUTOREGRESSIVE)} for run, arm in arms]
-    gain = ratio(_speedup, [name for name in fair if all(name in names for names in loopless)])
+    loopless_gain = ratio(_speedup, [name for name in fair if all(name in names for names in loopless)])
     verdicts = {report.verdict for run, arm in arms if (report := run.reports.get(arm)) is not None}
-    wrong = next((verdict for verdict in (TARGET_DIFFERS, NOT_LOSSLESS) if verdict in verdicts), None)
+    fault_verdict = next((verdict for verdict in (TARGET_DIFFERS, NOT_LOSSLESS) if verdict in verdicts), None)
     return MethodsCompared(
         pair=pair,
         gain=ratio(_speedup),
-        gain_without_loops=gain,
-        loops=count_loops([text for both_texts in texts.values() for text in both_texts]),
+        gain_without_loops=loopless_gain,
+        loops=count_loops([text for both_texts in texts_by_id.values() for text in both_texts]),
         seconds=ratio(_speed),
         tau=ratio(_tau),
-        same_text=sum(first == second for first, second in texts.values()),
-        verdict=wrong or judge_speed(gain, before.busy or after.busy),
+        same_text=sum(first == second for first, second in texts_by_id.values()),
+        verdict=fault_verdict or judge_speed(loopless_gain, before.busy or after.busy),
     )
 
 
@@ -207,15 +207,15 @@ def _tau(result: PromptResult, method: str) -> float:
 
 
 def comparison_table(comparison: Comparison) -> str:
-    (name_before, name_after), (turns_before, turns_after, shared) = comparison.compare, comparison.prompts
+    (name_before, name_after), (turns_before, turns_after, n_shared) = comparison.compare, comparison.prompts
     loops = max((row.loops for row in comparison.methods), key=lambda loops: loops.looping)
     lines = [
         f"# {name_after} over {name_before}",
         "",
-        f"{shared} shared turns, of {turns_before} and {turns_after}. A ratio above 1 is in favour of {name_after}. "
+        f"{n_shared} shared turns, of {turns_before} and {turns_after}. A ratio above 1 is in favour of {name_after}. "
         f"{loops}.",
         "",
-        *fill_table(COMPARED, ({**vars(row), "prompts": shared} for row in comparison.methods)).markdown(),
+        *fill_table(COMPARED, ({**vars(row), "prompts": n_shared} for row in comparison.methods)).markdown(),
     ]
     lines += [f"\n**{folder}: {why} Do not quote its speeds.**" for folder, why in comparison.busy.items()]
     if comparison.differences:

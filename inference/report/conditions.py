@@ -47,8 +47,8 @@ def describe_conditions(
     """The conditions of a run. measured: its prompts, in order; identity: see `identity_of` in `evaluate.planning`."""
     results = [result for prompt in measured for result in prompt.turns]
     records = config.training_records()
-    texts = {kind: record.data for kind, record in records.items()}
-    threads = Counter(prompt.threads for prompt in measured if prompt.threads)
+    training_texts = {kind: record.data for kind, record in records.items()}
+    prompts_by_threads = Counter(prompt.threads for prompt in measured if prompt.threads)
     return Conditions(
         target=setup.target.source,
         model=model_name(setup.target.source),
@@ -59,7 +59,7 @@ def describe_conditions(
         runtime=make_runtime(config.runtime, setup.device).name,
         kernels=prepared.chosen(),
         processes=max(prompt.processes for prompt in measured),
-        threads={str(number): count for number, count in sorted(threads.items())},
+        threads={str(number): count for number, count in sorted(prompts_by_threads.items())},
         prompts_given=len(prompts),
         template=setup.chat_template if any(prompt.chat for prompt in prompts) else None,
         peak_memory_bytes=max((prompt.peak_bytes for prompt in measured), default=0),
@@ -76,8 +76,8 @@ def describe_conditions(
         },
         cudnn_attention=torch.backends.cuda.cudnn_sdp_enabled() if setup.device.type == "cuda" else None,
         skipped=tuple(turn for prompt in measured for turn in prompt.skipped),
-        overlap=find_overlaps(texts, prompts),
-        origin=origin_of(config, texts, prompts),
+        overlap=find_overlaps(training_texts, prompts),
+        origin=origin_of(config, training_texts, prompts),
         doctor=prepared.doctor,
         digests=digests(identity),
         draft_vocabularies=draft_vocabularies(config, results),
@@ -86,13 +86,13 @@ def describe_conditions(
 
 
 def draft_vocabularies(config: EvaluateConfig, results: Sequence[PromptResult]) -> dict[str, DraftVocabulary]:
-    vocabularies = {}
-    for name, where in config.paths.items():
-        tokens = config.plugin(KINDS[name]).draft_vocabulary(where)
+    vocabulary_by_kind = {}
+    for kind, drafter_path in config.paths.items():
+        tokens = config.plugin(KINDS[kind]).draft_vocabulary(drafter_path)
         if tokens is not None:
             shares = coverage_by_category(tokens, ((result.category, result.answer) for result in results))
-            vocabularies[name] = DraftVocabulary(len(tokens), shares)
-    return vocabularies
+            vocabulary_by_kind[kind] = DraftVocabulary(len(tokens), shares)
+    return vocabulary_by_kind
 
 
 def digests(identity: Mapping[str, object]) -> dict[str, str]:
@@ -102,26 +102,26 @@ def digests(identity: Mapping[str, object]) -> dict[str, str]:
     parts = {"target": target["weights"], "tokenizer": target["tokenizer"], "chat template": target["chat_template"]}
     for kind in KINDS.values():
         parts |= {f"{kind.name} {name}": identity[name] for name in kind.load_plugin().identity(None)}
-    parts = {name: part for name, part in parts.items() if part is not None}
-    return {name: part if isinstance(part, str) else digest_of(part)[:16] for name, part in parts.items()}
+    parts = {name: value for name, value in parts.items() if value is not None}
+    return {name: value if isinstance(value, str) else digest_of(value)[:16] for name, value in parts.items()}
 
 
-def find_overlaps(texts: Mapping[str, TrainingText], prompts: Sequence[Prompt]) -> dict[str, Overlap]:
+def find_overlaps(training_texts: Mapping[str, TrainingText], prompts: Sequence[Prompt]) -> dict[str, Overlap]:
     """By kind of drafter, the overlap of prompts and training text. texts: by kind."""
-    by_kind: dict[str, Overlap] = {}
-    by_text: dict[str, Overlap] = {}
-    for name, text in texts.items():
-        key = json.dumps(text, sort_keys=True)  # drafters of the same target often share their training text
-        by_text[key] = by_text.get(key) or find_overlap(text, prompts)
-        by_kind[name] = by_text[key]
-    return by_kind
+    overlap_by_kind: dict[str, Overlap] = {}
+    overlap_by_text: dict[str, Overlap] = {}
+    for kind, training_text in training_texts.items():
+        key = json.dumps(training_text, sort_keys=True)  # drafters of the same target often share their training text
+        overlap_by_text[key] = overlap_by_text.get(key) or find_overlap(training_text, prompts)
+        overlap_by_kind[kind] = overlap_by_text[key]
+    return overlap_by_kind
 
 
-def origin_of(config: EvaluateConfig, texts: Mapping[str, TrainingText], prompts: Sequence[Prompt]) -> str:
+def origin_of(config: EvaluateConfig, training_texts: Mapping[str, TrainingText], prompts: Sequence[Prompt]) -> str:
     """A sentence on prompts of the kind that drafters are trained on; "" for others. texts: by kind of drafter."""
     categories, path = {prompt.category for prompt in prompts}, Path(str(config.prompts))
     is_heldout = path.name == "heldout.jsonl" and path.with_name("prompts.json").exists()
-    is_heldout |= categories == {"python_stdlib"} and "python_stdlib" in str(texts)
+    is_heldout |= categories == {"python_stdlib"} and "python_stdlib" in str(training_texts)
     origin = "held out from those that drafters learn from" if is_heldout else ""
     origin = "written by the target itself" if categories == {"own"} else origin
     sentence = f"The prompts are {origin}, of the kind that drafters are trained on, and gain more than fresh ones"
@@ -140,17 +140,17 @@ def find_overlap(data: TrainingText, prompts: Sequence[Prompt]) -> Overlap:
         sources = {config.source} if config.source != "mix" else {part.source for _, _, part in config.parts()}
         if "hub" in sources:
             return Overlap(why="its training text lies on the Hub, and nothing is fetched for this")
-        run_sets = [{run for turn in prompt.turns for run in word_runs(turn)} for prompt in prompts]
-        seen, characters, complete = _find_runs(set().union(*run_sets), config)
+        runs_by_prompt = [{word_run for turn in prompt.turns for word_run in word_runs(turn)} for prompt in prompts]
+        seen_runs, char_count, is_complete = _find_runs(set().union(*runs_by_prompt), config)
     except UserError as error:
         return Overlap(why=f"its training text cannot be read here ({error})")
     return Overlap(
         prompts=len(prompts),
-        prompts_seen=sum(not seen.isdisjoint(run_set) for run_set in run_sets),
-        runs=len(set().union(*run_sets)),
-        runs_seen=len(seen),
-        characters=characters,
-        complete=complete,
+        prompts_seen=sum(not seen_runs.isdisjoint(prompt_runs) for prompt_runs in runs_by_prompt),
+        runs=len(set().union(*runs_by_prompt)),
+        runs_seen=len(seen_runs),
+        characters=char_count,
+        complete=is_complete,
     )
 
 
@@ -162,13 +162,13 @@ def word_runs(text: str) -> list[Run]:
 
 def _find_runs(prompt_runs: set[Run], config: DataConfig) -> tuple[set[Run], int, bool]:
     """Which of the `prompt_runs` the training text has, the characters searched, and whether that was all of it."""
-    seen: set[Run] = set()
-    characters = 0
+    seen_runs: set[Run] = set()
+    char_count = 0
     for record in read_records(config, "train"):
         texts = [record["text"]] if "text" in record else [message["content"] for message in record["messages"]]
         for text in texts:
-            seen |= prompt_runs.intersection(word_runs(text))
-            characters += len(text)
-        if characters >= CHARACTERS:
-            return seen, characters, False
-    return seen, characters, True
+            seen_runs |= prompt_runs.intersection(word_runs(text))
+            char_count += len(text)
+        if char_count >= CHARACTERS:
+            return seen_runs, char_count, False
+    return seen_runs, char_count, True

@@ -36,35 +36,35 @@ def make_page(
 
     All text is safe: model output is escaped.
     """
-    first, run, names = reports[0], reports[0].conditions, [report.method for report in reports]
-    methods = f"{len(names)} methods" if len(names) > 3 else " and ".join(names)
-    speeds, answers = tables.methods_tables(reports)
+    first_report, conditions, names = reports[0], reports[0].conditions, [report.method for report in reports]
+    methods_text = f"{len(names)} methods" if len(names) > 3 else " and ".join(names)
+    speed_table, answer_table = tables.methods_tables(reports)
     style, script = (Markup((HERE / name).read_text(encoding="utf-8")) for name in ("page.css", "page.js"))
     loader = FileSystemLoader(HERE)
     jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return jinja.get_template("page.html").render(
-        title=f"Outrider: how fast {methods} decode {run.model}",
+        title=f"Outrider: how fast {methods_text} decode {conditions.model}",
         style=style, script=script, verdicts=VERDICTS, parts=PARTS, plots=plots,
-        busy=run.load.warnings(run.device), conditions=sentences.conditions_text(reports),
+        busy=conditions.load.warnings(conditions.device), conditions=sentences.conditions_text(reports),
         verdict=sentences.write_recommendation(reports), sentences=sentences.write_sentences(reports),
-        gained=speeds, whole=answers,
+        gained=speed_table, whole=answer_table,
         counted=tables.counted_table(reports), served=served.served_table(reports), wrong=sentences.wrong_arms(reports),
         engine=next((row.engine for report in reports for row in report.served or ()), ""),
         times=[*map(_times, reports)], categories=tables.category_tables(reports),
         texts=_texts([result for result in results if result.shown], decode),
-        lossless=first.lossless, judged=tables.judged_table(reports), first=first, run=run,
-        doctor=[*sentences.doctor_lines(run)], resolution=sentences.describe_resolution(run),
+        lossless=first_report.lossless, judged=tables.judged_table(reports), first=first_report, run=conditions,
+        doctor=[*sentences.doctor_lines(conditions)], resolution=sentences.describe_resolution(conditions),
         same=min(report.lossless.identical for report in reports),
         same_as_plain=min(report.lossless.identical_to_plain for report in reports),
-        overlaps=[sentences.overlap_sentence(kind, overlap) for kind, overlap in run.overlap.items()],
+        overlaps=[sentences.overlap_sentence(kind, overlap) for kind, overlap in conditions.overlap.items()],
     )  # fmt: skip
 
 
 def _times(report: MethodReport) -> tuple[str, list[tuple[str, float, str]]]:
     """The method, and the share of each part of a round in the decoding time: in percent, and as a text."""
-    total = sum(report.seconds.values()) or 1.0
-    shares = ((part, 100 * max(0.0, report.seconds[part]) / total) for part in PARTS)
-    return report.method, [(part, round(share, 2), f"{part} {share:.0f} %") for part, share in shares]
+    total_seconds = sum(report.seconds.values()) or 1.0
+    percentages = ((part, 100 * max(0.0, report.seconds[part]) / total_seconds) for part in PARTS)
+    return report.method, [(part, round(percent, 2), f"{part} {percent:.0f} %") for part, percent in percentages]
 
 
 class Pieces:
@@ -88,13 +88,13 @@ class Pieces:
 
     def split(self, tokens: Sequence[int]) -> list[str]:
         """The text of `tokens` in a part for each token. A part is empty while its last character is incomplete."""
-        parts, shown_length = [], 0
+        token_texts, shown_length = [], 0
         for end in range(1, len(tokens) + 1):
             text = self._decode(tokens[:end])
             is_complete = end == len(tokens) or not text.endswith("\ufffd")
-            parts.append(text[shown_length:] if is_complete else "")
+            token_texts.append(text[shown_length:] if is_complete else "")
             shown_length = len(text) if is_complete else shown_length
-        return parts
+        return token_texts
 
 
 def _texts(results: Sequence[PromptResult], decode: Decode) -> Mapping[str, object] | None:
@@ -103,21 +103,21 @@ def _texts(results: Sequence[PromptResult], decode: Decode) -> Mapping[str, obje
         return None
     pieces = Pieces(decode, results[0].answer[0])
     trees: dict[str, list[list[object]]] = {}
-    articles = []
+    text_articles = []
     for number, result in enumerate(results):
         for method, rounds in result.shown.items():
-            articles.append((f"{number}/{method}", _rounds(rounds, pieces)))
+            text_articles.append((f"{number}/{method}", _rounds(rounds, pieces)))
             trees[f"{number}/{method}"] = [_tree(r, pieces) for r in rounds]
     prompts = [{"id": r.prompt_id, "category": r.category, "asked": decode(r.prompt)[-PROMPT_END:]} for r in results]
-    data = {"trees": trees, "pieces": {str(token): text for token, text in pieces.by_token.items()}}
-    return {"prompts": prompts, "methods": list(results[0].shown), "articles": articles, "data": data}
+    script_data = {"trees": trees, "pieces": {str(token): text for token, text in pieces.by_token.items()}}
+    return {"prompts": prompts, "methods": list(results[0].shown), "articles": text_articles, "data": script_data}
 
 
 def _rounds(rounds: Sequence[ShownRound], pieces: Pieces) -> list[Mapping[str, object]]:
     """The rounds of one text, each with its committed tokens and the first rejected ones."""
-    parts, rows = iter(pieces.split([token for r in rounds for token in r.tokens])), list[Mapping[str, object]]()
+    token_texts, rows = iter(pieces.split([token for r in rounds for token in r.tokens])), list[Mapping[str, object]]()
     for number, r in enumerate(rounds):
-        texts = [next(parts) for _ in r.tokens]
+        texts = [next(token_texts) for _ in r.tokens]
         title = f"round {number}: {len(r.drafted)} drafted, {r.accepted} accepted" if number else "the prefill"
         rejected = "".join(map(pieces.of, rejected_tokens(r)))
         rows.append({"title": title, "rejected": rejected, "accepted": texts[: r.accepted], "own": texts[r.accepted :]})

@@ -28,12 +28,12 @@ def save_plots(folder: Path, reports: Sequence[MethodReport]) -> dict[str, str]:
 
 
 def _save(plot: Figure, path: Path) -> str:
-    image, vectors = io.BytesIO(), io.StringIO()
+    png_buffer, svg_buffer = io.BytesIO(), io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "outrider"}):
-        plot.savefig(image, format="png", dpi=160)
-        plot.savefig(vectors, format="svg", transparent=True, metadata=NO_METADATA)
-    write_atomically(path, image.getvalue())
-    return re.sub(r' xmlns(:\w+)?="[^"]*"', "", vectors.getvalue().partition("<svg")[2].join(("<svg", "")))
+        plot.savefig(png_buffer, format="png", dpi=160)
+        plot.savefig(svg_buffer, format="svg", transparent=True, metadata=NO_METADATA)
+    write_atomically(path, png_buffer.getvalue())
+    return re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg_buffer.getvalue().partition("<svg")[2].join(("<svg", "")))
 
 
 def plot_speedups(reports: Sequence[MethodReport]) -> Figure:
@@ -44,17 +44,17 @@ def plot_speedups(reports: Sequence[MethodReport]) -> Figure:
     plot = Figure(figsize=(4.8, 0.8 + 0.6 * len(reports)), layout="constrained")
     axes = plot.subplots()
     medians = [report.figures.speedup.median or 0 for report in reports]
-    highest = max(
+    max_bound = max(
         (speedup.shown_interval[1] for report in reports if (speedup := report.figures.speedup).shown_interval),
         default=0,
     )
-    axis_end = max(1.2, min(highest, 2.5 * max(medians)))
+    axis_end = max(1.2, min(max_bound, 2.5 * max(medians)))
     for row, report in enumerate(reports):
-        values, speedup, colour = [*report.speedup_per_prompt.values()], report.figures.speedup, COLOURS[row % 8]
-        wrong = ", not lossless" if report.verdict in (NOT_LOSSLESS, TARGET_DIFFERS) else ""
-        axes.text(0, row - 0.2, f"{report.method}: {speedup:interval}{wrong}", parse_math=False)
+        speedups, speedup, colour = [*report.speedup_per_prompt.values()], report.figures.speedup, COLOURS[row % 8]
+        wrong_note = ", not lossless" if report.verdict in (NOT_LOSSLESS, TARGET_DIFFERS) else ""
+        axes.text(0, row - 0.2, f"{report.method}: {speedup:interval}{wrong_note}", parse_math=False)
         axes.plot([1, 1], [row - 0.1, row + 0.45], "--", color="black", linewidth=1)
-        axes.plot(values, [row] * len(values), "o", markersize=5, color=colour, alpha=0.5, markeredgewidth=0)
+        axes.plot(speedups, [row] * len(speedups), "o", markersize=5, color=colour, alpha=0.5, markeredgewidth=0)
         if speedup.median is not None:
             axes.plot(speedup.median, row + 0.25, MARKERS[row % 5], markersize=8, color=colour)
         if speedup.shown_interval is not None:
@@ -71,14 +71,14 @@ def plot_acceptance(reports: Sequence[MethodReport]) -> Figure:
     plot = Figure(figsize=(4.8, 3.6 + 0.1 * len(reports)), layout="constrained")
     axes = plot.subplots()
     for number, report in enumerate(reports):
-        table = report.acceptance_by_position
-        if not table:
+        depth_rows = report.acceptance_by_position
+        if not depth_rows:
             continue
-        positions, shares = [row.position for row in table], [row.accepted for row in table]
-        sizes, colour = [90 * row.rounds / table[0].rounds for row in table], COLOURS[number % 8]
+        positions, shares = [row.position for row in depth_rows], [row.accepted for row in depth_rows]
+        areas, colour = [90 * row.rounds / depth_rows[0].rounds for row in depth_rows], COLOURS[number % 8]
         axes.plot(positions, shares, color=colour, linewidth=1)
         axes.scatter(
-            positions, shares, s=sizes, color=colour, marker=MARKERS[number % 5], label=report.method, clip_on=False
+            positions, shares, s=areas, color=colour, marker=MARKERS[number % 5], label=report.method, clip_on=False
         )
     axes.set(xlabel="depth in the draft", ylabel="accepted, of rounds that drafted so deep", ylim=(0, 1))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

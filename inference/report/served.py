@@ -84,17 +84,17 @@ class EngineRun:
 
 
 def served_row(run: EngineRun, random_streams: Streams) -> ServedRow:
-    method, results, totals, references = run.method, run.results, run.totals, run.references
-    arms = {arm: name for arm, name in ((PLAIN, AUTOREGRESSIVE), (DRAFTED, method)) if arm in totals}
+    method, results, arm_seconds, references = run.method, run.results, run.totals, run.references
+    arms = {arm: name for arm, name in ((PLAIN, AUTOREGRESSIVE), (DRAFTED, method)) if arm in arm_seconds}
     by_arm = {arm: [r.generations[name] for r in results] for arm, name in arms.items()}
     paired_results = [r for r in results if PLAIN in arms and all(g.rounds for g in r.generations.values())]
-    over_plain, loopless = (
+    over_plain, loopless_speedup = (
         speedup(texts, method, AUTOREGRESSIVE, random_streams, after_first_step)
         for texts in (paired_results, without_loops(paired_results, method, AUTOREGRESSIVE))
     )
-    same = {arm: None if references is None else _count_equal(texts, references) for arm, texts in by_arm.items()}
-    flags = [name for texts in by_arm.values() for g in texts for name in g.totals]
-    tau, rounds, acceptance = _acceptance(by_arm[DRAFTED], run, random_streams)
+    matches = {arm: None if references is None else _count_equal(texts, references) for arm, texts in by_arm.items()}
+    flag_names = [name for texts in by_arm.values() for g in texts for name in g.totals]
+    tau, round_count, depth_shares = _acceptance(by_arm[DRAFTED], run, random_streams)
     return ServedRow(
         engine=run.engine,
         options=run.options,
@@ -102,31 +102,31 @@ def served_row(run: EngineRun, random_streams: Streams) -> ServedRow:
         draft_tokens=run.drafted,
         requests=len(results),
         tau=tau,
-        rounds=rounds,
-        acceptance=acceptance,
+        rounds=round_count,
+        acceptance=depth_shares,
         tau_here=decode_statistics(map(_without_last, run.here)).tau,
-        identical_to_plain=sum(r.identical(method) for r in results) if same.get(PLAIN) is not None else None,
-        plain_identical_to_reference=same.get(PLAIN),
-        identical_to_reference=same[DRAFTED],
-        retokenised=flags.count("retokenised"),
-        unread=flags.count(UNREAD),
-        tokens_per_second={arm: sum(len(g.tokens) for g in texts) / totals[arm] for arm, texts in by_arm.items()},
+        identical_to_plain=sum(r.identical(method) for r in results) if matches.get(PLAIN) is not None else None,
+        plain_identical_to_reference=matches.get(PLAIN),
+        identical_to_reference=matches[DRAFTED],
+        retokenised=flag_names.count("retokenised"),
+        unread=flag_names.count(UNREAD),
+        tokens_per_second={arm: sum(len(g.tokens) for g in texts) / arm_seconds[arm] for arm, texts in by_arm.items()},
         seconds_per_token={arm: _seconds_per_token(texts) for arm, texts in by_arm.items()},
         loops={arm: count_loops([g.tokens for g in texts]) for arm, texts in by_arm.items()},
         speedup=over_plain,
-        speedup_without_loops=loopless,
+        speedup_without_loops=loopless_speedup,
         load=run.load,
-        verdict=judge_speed(loopless, run.load.busy),
+        verdict=judge_speed(loopless_speedup, run.load.busy),
     )
 
 
 def _count_equal(texts: Texts, references: Sequence[Sequence[int]]) -> int:
-    return sum(text.tokens == tuple(ids) for text, ids in zip(texts, references, strict=True))
+    return sum(text.tokens == tuple(reference_ids) for text, reference_ids in zip(texts, references, strict=True))
 
 
 def _seconds_per_token(texts: Texts) -> float:
-    tokens = sum(len(r.tokens) for text in texts for r in text.rounds)
-    return sum(text.decode_seconds for text in texts) / max(1, tokens)
+    token_count = sum(len(r.tokens) for text in texts for r in text.rounds)
+    return sum(text.decode_seconds for text in texts) / max(1, token_count)
 
 
 def after_first_step(generation: Generation) -> float:
@@ -147,48 +147,48 @@ def _acceptance(
     Where the engine shows rounds, they are counted for each text. A server that shows only counters is compared by
     block. Its counters include the last rounds of texts, so larger differences are allowed.
     """
-    depth, units = run.drafted, [r.unit for r in run.results]
-    there, local = _depths(texts, depth), _depths(run.here, depth)  # [texts, 1 + K]
-    rows = [row for row, _ in run.counts if row is not None]
-    if not rows:
+    max_depth, unit_names = run.drafted, [r.unit for r in run.results]
+    served, local = _depths(texts, max_depth), _depths(run.here, max_depth)  # [texts, 1 + K]
+    server_counts = [counts for counts, _ in run.counts if counts is not None]
+    if not server_counts:
         tau = decode_statistics(map(_without_last, texts)).tau
-        return tau, int(there[:, 0].sum()), _compare_depths(there, local, units, random_streams)
-    if any(len(row) != 1 + depth for row in rows):  # a server that does not count by depth
+        return tau, int(served[:, 0].sum()), _compare_depths(served, local, unit_names, random_streams)
+    if any(len(counts) != 1 + max_depth for counts in server_counts):  # a server that does not count by depth
         return None, None, ()
-    edges = [*accumulate((prompts for _, prompts in run.counts), initial=0)]
-    there, local = (np.add.reduceat(side, edges[:-1]) for side in (there, local))  # [blocks, 1 + K]
-    there[[row is not None for row, _ in run.counts]] = rows
-    rounds, accepted = int(there[:, 0].sum()), int(there[:, 1:].sum())
-    block_units = [" ".join(units[start:end]) for start, end in pairwise(edges)]
-    compared = _compare_depths(there, local, block_units, random_streams, len(texts) / max(1, rounds))
-    return 1 + accepted / max(1, rounds), rounds, compared
+    block_edges = [*accumulate((prompt_count for _, prompt_count in run.counts), initial=0)]
+    served, local = (np.add.reduceat(side, block_edges[:-1]) for side in (served, local))  # [blocks, 1 + K]
+    served[[counts is not None for counts, _ in run.counts]] = server_counts
+    round_count, accepted = int(served[:, 0].sum()), int(served[:, 1:].sum())
+    block_units = [" ".join(unit_names[start:end]) for start, end in pairwise(block_edges)]
+    depth_shares = _compare_depths(served, local, block_units, random_streams, len(texts) / max(1, round_count))
+    return 1 + accepted / max(1, round_count), round_count, depth_shares
 
 
-def _depths(generations: Iterable[Generation], depth: int) -> RoundCounts:
+def _depths(generations: Iterable[Generation], max_depth: int) -> RoundCounts:
     """[n, 1 + depth]: for each generation the number of whole rounds, then of those that accepted at least 1, 2, …
 
     Example: rounds that accepted 0, 2 and 1 tokens give [3, 2, 1] at depth 2.
     """
     accepted = [np.array([r.accepted for r in _without_last(g).rounds], np.int64) for g in generations]
-    return np.array([(tokens[:, None] >= np.arange(1 + depth)).sum(0) for tokens in accepted])
+    return np.array([(accepted_counts[:, None] >= np.arange(1 + max_depth)).sum(0) for accepted_counts in accepted])
 
 
 def _compare_depths(
-    there: RoundCounts, here: RoundCounts, units: Sequence[str], random_streams: Streams, tolerance: float = 0.0
+    served: RoundCounts, local: RoundCounts, units: Sequence[str], random_streams: Streams, tolerance: float = 0.0
 ) -> tuple[DepthShare, ...]:
     """By depth: the share of rounds accepted so far there and here, and the interval of the difference over units.
 
     there, here [n, 1 + depth]: see `_depths`. units: of resampling, one for each of n. tolerance: a difference up to
     this and `LARGEST_DIFFERENCE` together is not reported.
     """
-    rows = {unit: row for row, unit in enumerate(dict.fromkeys(units))}
-    counts = np.zeros((2, len(rows), there.shape[1]), np.int64)  # [sides, units, 1 + K]
-    for side, side_counts in enumerate((there, here)):
-        np.add.at(counts[side], [rows[unit] for unit in units], side_counts)
+    row_of_unit = {unit: row for row, unit in enumerate(dict.fromkeys(units))}
+    counts = np.zeros((2, len(row_of_unit), served.shape[1]), np.int64)  # [sides, units, 1 + K]
+    for side, side_counts in enumerate((served, local)):
+        np.add.at(counts[side], [row_of_unit[unit] for unit in units], side_counts)
     picks = random_streams.arrays("served").integers(counts.shape[1], size=(_DRAWS, counts.shape[1]))  # [draws, units]
-    drawn = counts[:, picks].sum(2)  # [sides, draws, 1 + K]
-    shares, sampled = (part[..., 1:] / np.maximum(1, part[..., :1]) for part in (counts.sum(1), drawn))
-    low, high = np.quantile(sampled[0] - sampled[1], (0.025, 0.975), axis=0)
+    drawn_counts = counts[:, picks].sum(2)  # [sides, draws, 1 + K]
+    shares, drawn_shares = (part[..., 1:] / np.maximum(1, part[..., :1]) for part in (counts.sum(1), drawn_counts))
+    low, high = np.quantile(drawn_shares[0] - drawn_shares[1], (0.025, 0.975), axis=0)
     return tuple(
         DepthShare(
             depth=i + 1,
@@ -196,7 +196,7 @@ def _compare_depths(
             here=float(shares[1, i]),
             difference_ci95=(float(low[i]), float(high[i])),
             differs=bool(abs(shares[0, i] - shares[1, i]) > LARGEST_DIFFERENCE + tolerance)
-            and len(rows) >= MIN_PROMPTS
+            and len(row_of_unit) >= MIN_PROMPTS
             and not low[i] <= 0 <= high[i],
         )
         for i in range(shares.shape[1])
@@ -211,15 +211,15 @@ def served_table(reports: Sequence[MethodReport]) -> Table:
 def _served_cells(method: str, row: ServedRow) -> Mapping[str, object]:
     """The values of a row's cells by name, see `SERVED`."""
     matches, plain_matches = row.identical_to_reference, row.plain_identical_to_reference
-    same = f"({matches}/{row.requests})"
+    same_text = f"({matches}/{row.requests})"
     if plain_matches is not None:
-        same = f"{row.identical_to_plain}/{row.requests} ({plain_matches})"
+        same_text = f"{row.identical_to_plain}/{row.requests} ({plain_matches})"
     return {
         **vars(row),
         "method": method,
-        "there": " ".join(f"{depth.served:.3f}" for depth in row.acceptance),
-        "here": " ".join(f"{depth.here:.3f}{'*' * depth.differs}" for depth in row.acceptance),
-        "identical": "" if matches is None else same,
+        "there": " ".join(f"{share.served:.3f}" for share in row.acceptance),
+        "here": " ".join(f"{share.here:.3f}{'*' * share.differs}" for share in row.acceptance),
+        "identical": "" if matches is None else same_text,
         "tokens": " → ".join(format_figure(speed, ".1f") for speed in row.tokens_per_second.values()),
         "spent": " → ".join(f"{1000 * seconds:.1f}" for seconds in row.seconds_per_token.values()),
     }
@@ -231,7 +231,7 @@ def served_lines(reports: Sequence[MethodReport]) -> list[str]:
     if not rows:
         return []
     lines = [f"## In {escape_controls(rows[0].engine)}", "", *served_table(reports).markdown(), ""]
-    lines += dict.fromkeys(words for row in rows for words in row.load.warnings())
+    lines += dict.fromkeys(warning for row in rows for warning in row.load.warnings())
     for report in reports:
         if report.served:
             lines += [f"- {report.method}{note}" for note in _notes(report, report.served)]
@@ -240,16 +240,16 @@ def served_lines(reports: Sequence[MethodReport]) -> list[str]:
 
 def _notes(report: MethodReport, rows: Sequence[ServedRow]) -> Iterator[str]:
     """Notes on a method in an engine: judgements, unknown tokens, and another acceptance than here."""
-    for arm, judged in (report.served_judgement or {}).items():
-        yield f", {arm}: of {judged.texts} texts audited ({judged.file}): {judged.verdict}."
+    for arm, judgement in (report.served_judgement or {}).items():
+        yield f", {arm}: of {judgement.texts} texts audited ({judgement.file}): {judgement.verdict}."
     retokenised, unread = sum(row.retokenised for row in rows), sum(row.unread for row in rows)
     if retokenised or unread:
-        again = f": {retokenised} texts came without token ids and were tokenised again"
-        yield f"{again}; {unread} of them are not tokenised so, and not audited."
-    differing = {share.depth for row in rows for share in row.acceptance if share.differs}
-    if differing and not rows[0].options.get("speculative_config") and KINDS[source_of(report)].vllm_method != "ngram":
+        note = f": {retokenised} texts came without token ids and were tokenised again"
+        yield f"{note}; {unread} of them are not tokenised so, and not audited."
+    depths = {share.depth for row in rows for share in row.acceptance if share.differs}
+    if depths and not rows[0].options.get("speculative_config") and KINDS[source_of(report)].vllm_method != "ngram":
         yield (
-            f": the engine accepts otherwise than this runtime at depth {min(differing)}. "
+            f": the engine accepts otherwise than this runtime at depth {min(depths)}. "
             "One of them reads the drafter in another way (doctor=true says whether it is this one), or chooses "
             "drafted tokens in another way, as engines may where tokens are drawn."
         )
@@ -264,17 +264,17 @@ def schedule_lines(reports: Sequence[MethodReport]) -> list[str]:
     lines: list[str] = []
     for kind in dict.fromkeys(source_of(report) for report in reports if report.served):
         rows = [row for report in reports if source_of(report) == kind for row in report.served or ()]
-        too_few = any(row.load.busy or row.speedup_without_loops.prompts < MIN_PROMPTS for row in rows)
-        if too_few or any(row.verdict == NOT_LOSSLESS for row in rows):
+        is_unreliable = any(row.load.busy or row.speedup_without_loops.prompts < MIN_PROMPTS for row in rows)
+        if is_unreliable or any(row.verdict == NOT_LOSSLESS for row in rows):
             continue  # then nothing can be faster
         k_ranges, lengths = choose_lengths(rows), sorted({row.draft_tokens for row in rows})
-        usual = _USUAL_LENGTH if _USUAL_LENGTH in lengths else lengths[len(lengths) // 2]
+        usual_k = _USUAL_LENGTH if _USUAL_LENGTH in lengths else lengths[len(lengths) // 2]
         medians = {(row.concurrency, row.draft_tokens): row.speedup_without_loops.median or 0 for row in rows}
-        range_texts = [f"{count if first == count else f'{first}–{count}'}: K = {k}" for first, count, k in k_ranges]
-        gains = [f"{medians.get((count, k), 1) / medians[count, usual]:.2f}× at {count}" for _, count, k in k_ranges]
-        pays = f"Draft lengths that pay for {kind} by requests at a time: {', '.join(range_texts)}"
-        gain = f"Over K = {usual} everywhere this gains {', '.join(gains)}, on these prompts."
-        lines += ["", f"{pays}. {gain}", "", *_expected_speedups(rows)]
+        range_texts = [f"{last if first == last else f'{first}–{last}'}: K = {k}" for first, last, k in k_ranges]
+        gains = [f"{medians.get((last, k), 1) / medians[last, usual_k]:.2f}× at {last}" for _, last, k in k_ranges]
+        lengths_text = f"Draft lengths that pay for {kind} by requests at a time: {', '.join(range_texts)}"
+        gain_text = f"Over K = {usual_k} everywhere this gains {', '.join(gains)}, on these prompts."
+        lines += ["", f"{lengths_text}. {gain_text}", "", *_expected_speedups(rows)]
         if any(k for *_, k in k_ranges) and (option := _engine_option(kind, rows[0].engine, k_ranges)):
             lines += ["", "```", json.dumps(option), "```"]
     return lines
@@ -283,7 +283,7 @@ def schedule_lines(reports: Sequence[MethodReport]) -> list[str]:
 def _engine_option(kind: str, engine: str, k_ranges: Sequence[tuple[int, int, int]]) -> Mapping[str, object] | None:
     """The option by which an engine drafts by `choose_lengths`; None if it has none."""
     if kind == EAGLE3.name and engine.startswith("sglang"):  # --speculative-adaptive-config
-        return {str(first): {"candidate_steps": [k]} for first, _, k in k_ranges}
+        return {str(min_requests): {"candidate_steps": [k]} for min_requests, _, k in k_ranges}
     if not engine.startswith("vllm"):
         return None
     return {"num_speculative_tokens": max(k for *_, k in k_ranges), "num_speculative_tokens_per_batch_size": k_ranges}
@@ -300,16 +300,16 @@ def _expected_speedups(rows: Sequence[ServedRow]) -> Iterator[str]:
     if len(lengths) < 2 or not all(row.rounds and len(row.acceptance) == row.draft_tokens for row in rows):
         return
     shares = [_share(rows, i) for i in range(lengths[-1])]
-    for count in sorted({row.concurrency for row in rows}):
-        row_of = {row.draft_tokens: row for row in rows if row.concurrency == count}
-        costs = [_cost(row_of[k]) for k in lengths]
+    for concurrency in sorted({row.concurrency for row in rows}):
+        row_by_length = {row.draft_tokens: row for row in rows if row.concurrency == concurrency}
+        costs = [_cost(row_by_length[k]) for k in lengths]
         expected = {k: (1 + sum(shares[:k])) / np.interp(k, lengths, costs) for k in range(lengths[0], lengths[-1] + 1)}
-        gains = (
-            f"K = {k} {gain:.2f}×{f' ({row_of[k].speedup:interval})' if k in row_of else ''}"
+        gain_texts = (
+            f"K = {k} {gain:.2f}×{f' ({row_by_length[k].speedup:interval})' if k in row_by_length else ''}"
             for k, gain in expected.items()
         )
-        what = f"- {count} at a time, the speed-up expected of acceptance and seconds of a step (measured)"
-        yield f"{what}: {', '.join(gains)}."
+        line_start = f"- {concurrency} at a time, the speed-up expected of acceptance and seconds of a step (measured)"
+        yield f"{line_start}: {', '.join(gain_texts)}."
 
 
 def _cost(row: ServedRow) -> float:
@@ -329,10 +329,10 @@ def choose_lengths(rows: Sequence[ServedRow]) -> list[tuple[int, int, int]]:
 
     A range ends with a measured concurrency: with 1 and 8 measured, [(1, 1, 5), (2, 8, 2)]. Beyond 8 nothing is known.
     """
-    k_ranges, first_count = [], 1
-    for count in sorted({row.concurrency for row in rows}):
-        faster = [row for row in rows if row.concurrency == count and row.verdict == "faster"]
-        best = max(faster, key=lambda row: row.speedup_without_loops.median or 0, default=None)
-        k_ranges.append((first_count, count, best.draft_tokens if best else 0))
-        first_count = count + 1
+    k_ranges, first_concurrency = [], 1
+    for concurrency in sorted({row.concurrency for row in rows}):
+        faster_rows = [row for row in rows if row.concurrency == concurrency and row.verdict == "faster"]
+        best = max(faster_rows, key=lambda row: row.speedup_without_loops.median or 0, default=None)
+        k_ranges.append((first_concurrency, concurrency, best.draft_tokens if best else 0))
+        first_concurrency = concurrency + 1
     return k_ranges

@@ -61,7 +61,7 @@ COUNTS: Columns = {
         "all tokens over all time from the prompt on",
     ),
 }
-CATEGORY = ("method", "tokens a pass", "accepted", "drafted a pass", "speed-up [95 %]", "without loops [95 %]")
+CATEGORY_COLS = ("method", "tokens a pass", "accepted", "drafted a pass", "speed-up [95 %]", "without loops [95 %]")
 JUDGEMENTS: Columns = {
     "method": ("{method}", "which of the ways to decode"),
     f"worst row (at most {BULK})": (
@@ -81,24 +81,24 @@ JUDGEMENTS: Columns = {
 }
 
 
-def identical_text(report: MethodReport, same: int, ties: int = 0) -> str:
+def identical_text(report: MethodReport, same: int, tie_count: int = 0) -> str:
     """How many compared texts are the `same` as the baseline's, and how many differ by ties only: "11/12 (+1 ties)"."""
     if report.conditions.temperature:
         return "sampled"
-    return f"{same}/{report.lossless.checked}{f' (+{ties} ties)' if ties else ''}"
+    return f"{same}/{report.lossless.checked}{f' (+{tie_count} ties)' if tie_count else ''}"
 
 
 def arms_and_methods(reports: Sequence[MethodReport]) -> list[Row]:
     """The cells of plain decoding, of transformers' generate if it was run, and of each of `reports`."""
-    first, stock = reports[0], reports[0].transformers_generate
-    reference, lossless = "sampled" if first.conditions.temperature else "reference", first.lossless
-    same = identical_text(first, lossless.autoregressive_identical, lossless.autoregressive_excused_ties)
-    plain: Row = {"method": PLAIN, "tau": 1.0, "speedup": "1.00", "end_to_end": "1.00", "same_as_plain": reference}
-    rows: list[Row] = [{**plain, **_times(first, "autoregressive"), "identical": same if stock else "–"}]
-    if stock:
+    first, gen_speed = reports[0], reports[0].transformers_generate
+    ref_cell, lossless = "sampled" if first.conditions.temperature else "reference", first.lossless
+    same_cell = identical_text(first, lossless.autoregressive_identical, lossless.autoregressive_excused_ties)
+    plain_row: Row = {"method": PLAIN, "tau": 1.0, "speedup": "1.00", "end_to_end": "1.00", "same_as_plain": ref_cell}
+    rows: list[Row] = [{**plain_row, **_times(first, "autoregressive"), "identical": same_cell if gen_speed else "–"}]
+    if gen_speed:
         ones = dict.fromkeys(("over_generate", "whole_over_generate"), "1.00")
-        texts = {"same_as_plain": same, "identical": reference}
-        rows.append({"method": GENERATE, "tau": 1.0, **vars(stock), **ones, **_times(first, TRANSFORMERS), **texts})
+        cells = {"same_as_plain": same_cell, "identical": ref_cell}
+        rows.append({"method": GENERATE, "tau": 1.0, **vars(gen_speed), **ones, **_times(first, TRANSFORMERS), **cells})
     for report in reports:
         compared = report.lossless
         rows.append(
@@ -109,7 +109,7 @@ def arms_and_methods(reports: Sequence[MethodReport]) -> list[Row]:
                 "over_generate": report.figures.speedup.vs_transformers_generate or "",
                 "whole_over_generate": report.end_to_end.vs_transformers_generate or "",
                 "same_as_plain": identical_text(report, compared.identical_to_plain),
-                "identical": identical_text(report, compared.identical, compared.excused_ties) if stock else "–",
+                "identical": identical_text(report, compared.identical, compared.excused_ties) if gen_speed else "–",
             }
         )
     return rows
@@ -129,14 +129,14 @@ def methods_tables(reports: Sequence[MethodReport]) -> tuple[Table, Table]:
 def counted_table(reports: Sequence[MethodReport]) -> Table:
     """The variants of τ in other papers, and the conditional acceptance at the first depths."""
     depths = range(min(6, max(len(report.acceptance_given_previous) for report in reports)))
-    often = "how often the draft is right here, where it was right before"
-    deeper = {f"depth {1 + i}": (f"{{acceptance_given_previous[{i}].accepted:.2f}}", often) for i in depths}
-    return fill_table({**COUNTS, **deeper}, [{**vars(report.figures), **vars(report)} for report in reports])
+    meaning = "how often the draft is right here, where it was right before"
+    depth_columns = {f"depth {1 + i}": (f"{{acceptance_given_previous[{i}].accepted:.2f}}", meaning) for i in depths}
+    return fill_table({**COUNTS, **depth_columns}, [{**vars(report.figures), **vars(report)} for report in reports])
 
 
 def category_tables(reports: Sequence[MethodReport]) -> list[tuple[str, Table]]:
     """By category, what it is and the table of its figures."""
-    columns, tables = {name: METHODS[name] for name in CATEGORY}, []
+    columns, tables = {name: METHODS[name] for name in CATEGORY_COLS}, []
     for name, figures in reports[0].by_category.items():
         rows = [{**vars(report.by_category[name]), "method": report.method} for report in reports]
         tables.append((f"{name}, {figures.prompts} of the prompts: {figures.loops}", fill_table(columns, rows)))
@@ -147,7 +147,7 @@ def judged_table(reports: Sequence[MethodReport]) -> Table:
     """The judgement of every arm by rounding errors over the reference's text, in units of transformers' own."""
     judged = {arm: judgement for report in reports for arm, judgement in report.lossless.judged.items() if judgement}
     faults = {arm: f"NOT LOSSLESS: {'; '.join(row.faults)}" for arm, row in judged.items() if row.faults}
-    none = "none above rounding"
+    no_faults = "none above rounding"
     return fill_table(
-        JUDGEMENTS, [{**vars(row), "method": arm, "verdict": faults.get(arm, none)} for arm, row in judged.items()]
+        JUDGEMENTS, [{**vars(row), "method": arm, "verdict": faults.get(arm, no_faults)} for arm, row in judged.items()]
     )

@@ -31,7 +31,7 @@ from outrider.inference.measure.statistics import (
 )
 
 FLAT = {"flat": True}  # metadata of a field whose own fields stand beside it
-HALF_NAMES = ("bfloat16", "float16")
+HALF_DTYPES = ("bfloat16", "float16")
 TARGET_DIFFERS, NOT_LOSSLESS = "target differs", "not lossless"  # verdicts on texts, beside those on speeds
 PLAIN, DRAFTED = "plain", "drafted"  # the arms of an engine
 UNREAD = "unread"  # in a generation's totals: the text does not tokenise to the ids that were sent, which are unknown
@@ -260,14 +260,14 @@ def to_json(value: object) -> object:
         return [to_json(member) for member in value]
     if isinstance(value, type) or not is_dataclass(value):
         return value
-    content: dict[str, object] = {}
-    for part in fields(value):
-        member = getattr(value, part.name)
-        if part.metadata == FLAT:
-            content |= cast(dict[str, object], to_json(member))
-        elif member is not None or not part.metadata.get("optional"):
-            content[part.metadata.get("key", part.name)] = to_json(member)
-    return content
+    json_object: dict[str, object] = {}
+    for data_field in fields(value):
+        member = getattr(value, data_field.name)
+        if data_field.metadata == FLAT:
+            json_object |= cast(dict[str, object], to_json(member))
+        elif member is not None or not data_field.metadata.get("optional"):
+            json_object[data_field.metadata.get("key", data_field.name)] = to_json(member)
+    return json_object
 
 
 def read_reports(path: Path | str, remedy: str) -> list[MethodReport]:
@@ -281,14 +281,14 @@ def read_reports(path: Path | str, remedy: str) -> list[MethodReport]:
 
 def reports_in(content: object) -> list[MethodReport]:
     """The reports in the content of a report.json. Raises `UserError` naming the first wrong key."""
-    rows = content.get("reports", [content]) if isinstance(content, dict) else content
-    return [_from_json(construct(dict[str, object], row)) for row in construct(list[object], rows)]
+    json_reports = content.get("reports", [content]) if isinstance(content, dict) else content
+    return [_from_json(construct(dict[str, object], report)) for report in construct(list[object], json_reports)]
 
 
-def _from_json(row: Mapping[str, object]) -> MethodReport:
+def _from_json(json_report: Mapping[str, object]) -> MethodReport:
     """The report that was `to_json`. Keys of other versions, which this one does not have, are left out."""
 
-    def part(kind: type[Conditions] | type[Figures] | type[MethodReport]) -> dict[str, object]:
-        return {inner.name: row[inner.name] for inner in fields(kind) if inner.name in row}
+    def part(report_type: type[Conditions] | type[Figures] | type[MethodReport]) -> dict[str, object]:
+        return {inner.name: json_report[inner.name] for inner in fields(report_type) if inner.name in json_report}
 
     return construct(MethodReport, {**part(MethodReport), "conditions": part(Conditions), "figures": part(Figures)})

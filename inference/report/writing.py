@@ -25,20 +25,20 @@ COLUMNS = ("method", "prompts", "identical", "tau", "tokens_per_second", "speedu
 
 def write_markdown(reports: Sequence[MethodReport]) -> str:
     """report.md: the tables of the methods, and sentences on each method."""
-    run, judged = reports[0].conditions, judged_table(reports)
-    doctor = [*sentences.doctor_lines(run)]
+    conditions, judgement_table = reports[0].conditions, judged_table(reports)
+    findings = [*sentences.doctor_lines(conditions)]
     lines = [
-        f"# {run.drafter} on {run.model}",
-        *(f"**{busy}**" for busy in run.load.warnings(run.device)),
+        f"# {conditions.drafter} on {conditions.model}",
+        *(f"**{warning}**" for warning in conditions.load.warnings(conditions.device)),
         f"**Verdict:** {sentences.write_recommendation(reports)}",
         sentences.conditions_text(reports),
         *("\n".join(table.markdown()) for table in methods_tables(reports)),
         "\n".join(sentences.write_sentences(reports)),
     ]
-    if judged.rows:
+    if judgement_table.rows:
         heading = "Judged by rounding errors over the reference's text, in units of transformers' own:"
-        lines += [heading, "\n".join(judged.markdown()), sentences.describe_resolution(run)]
-    lines += ["\n".join(part) for part in (served_lines(reports), doctor and ["```", *doctor, "```"]) if part]
+        lines += [heading, "\n".join(judgement_table.markdown()), sentences.describe_resolution(conditions)]
+    lines += ["\n".join(block) for block in (served_lines(reports), findings and ["```", *findings, "```"]) if block]
     return "\n\n".join(lines) + "\n"
 
 
@@ -47,7 +47,7 @@ def write_reports(
     reports: Sequence[MethodReport],
     results: Sequence[PromptResult],
     texts: Mapping[tuple[str, str], str],
-    page: Callable[[Mapping[str, str]], str],
+    make_page: Callable[[Mapping[str, str]], str],
 ) -> None:
     """Write report.json, report.md, report.html, the plots and generations.jsonl to `out_dir`, each atomically.
 
@@ -55,7 +55,7 @@ def write_reports(
     arm) to the decoded continuation. page: makes report.html of the plots (see `inference.report.page`).
     """
     require_writable(out_dir)
-    generations = [
+    json_lines = [
         json.dumps(
             {"id": r.prompt_id, "category": r.category, "arm": arm, "tokens": list(g.tokens),
              "text": texts[r.prompt_id, arm], "prefill_seconds": g.prefill_seconds, "decode_seconds": g.decode_seconds,
@@ -65,12 +65,12 @@ def write_reports(
         for r in results
         for arm, g in r.generations.items()
     ]  # fmt: skip
-    rows = [*map(to_json, reports)]
+    json_reports = [*map(to_json, reports)]
     (out_dir / REPORT_FILE).unlink(missing_ok=True)  # written last, so it never accompanies another run's files
-    write_atomically(out_dir / "generations.jsonl", ("\n".join(generations) + "\n").encode())
-    write_atomically(out_dir / "report.html", page(save_plots(out_dir, reports)).encode())
+    write_atomically(out_dir / "generations.jsonl", ("\n".join(json_lines) + "\n").encode())
+    write_atomically(out_dir / "report.html", make_page(save_plots(out_dir, reports)).encode())
     write_atomically(out_dir / "report.md", write_markdown(reports).encode())
-    write_json(out_dir / REPORT_FILE, rows[0] if len(rows) == 1 else {"reports": rows})
+    write_json(out_dir / REPORT_FILE, json_reports[0] if len(json_reports) == 1 else {"reports": json_reports})
 
 
 def log_reports(
@@ -84,17 +84,17 @@ def log_reports(
         return
     import wandb
 
-    options = {**config.init_options(out_dir), "job_type": "evaluate", "config": dict(settings)}
+    init_options = {**config.init_options(out_dir), "job_type": "evaluate", "config": dict(settings)}
     try:
-        run = wandb.init(project=config.project, **options)
+        run = wandb.init(project=config.project, **init_options)
     except wandb.Error as error:  # the report is written
         warn(f"wandb.mode: {reason(error)}; wandb login, or wandb.mode=offline, and resume=true logs the report")
         return
     (out_dir / ID_FILE).write_text(run.id, "utf-8")
-    rows = [headline_figures(report) for report in reports]
-    for figures in rows:
+    headlines = [headline_figures(report) for report in reports]
+    for figures in headlines:
         run.summary.update({f"{figures['method']}/{key}": value for key, value in figures.items() if key != "method"})
-    table = wandb.Table(columns=list(COLUMNS), data=[[*figures.values()] for figures in rows])
+    table = wandb.Table(columns=list(COLUMNS), data=[[*figures.values()] for figures in headlines])
     page = wandb.Html((out_dir / "report.html").read_text(encoding="utf-8"), inject=False)
     run.log({"methods": table, "report": page})
     run.finish()
@@ -104,10 +104,10 @@ def result_lines(results: Sequence[PromptResult], config: EvaluateConfig) -> lis
     """A line for plain decoding and every method: the figures of what is measured so far."""
     lines, streams = [], Streams(config.seed).within("so far")
     for arm in (AUTOREGRESSIVE, *config.methods):
-        speed, gain = tokens_per_second(results, arm), speedup(results, arm, AUTOREGRESSIVE, streams)
+        speed, ratio = tokens_per_second(results, arm), speedup(results, arm, AUTOREGRESSIVE, streams)
         same = "sampled" if config.sampling.temperature else sum(r.identical(arm, AUTOREGRESSIVE) for r in results)
-        times = format_figure(gain, "interval" if gain.prompts > 1 else "times")  # one prompt has no interval
-        figures = f"tokens_per_second={format_figure(speed, '.1f')} speedup='{times}' same_text={same}/{len(results)}"
+        factor = format_figure(ratio, "interval" if ratio.prompts > 1 else "times")  # one prompt has no interval
+        figures = f"tokens_per_second={format_figure(speed, '.1f')} speedup='{factor}' same_text={same}/{len(results)}"
         figures += f" looping={sum(loop_length(r.generations[arm].tokens) > 0 for r in results)}/{len(results)}"
         lines.append(f"result method={arm} prompts={conversations(results)} {figures}")
     return lines
@@ -115,7 +115,7 @@ def result_lines(results: Sequence[PromptResult], config: EvaluateConfig) -> lis
 
 def headline_figures(report: MethodReport) -> dict[str, object]:
     """The figures of one method for W&B, by `COLUMNS`."""
-    gain, same = report.figures.speedup, identical_text(report, report.lossless.identical)
-    counts = (report.method, report.figures.prompts, same, report.figures.tau)
+    gain, same_cell = report.figures.speedup, identical_text(report, report.lossless.identical)
+    first_cells = (report.method, report.figures.prompts, same_cell, report.figures.tau)
     speed = report.tokens_per_second["speculative"]
-    return dict(zip(COLUMNS, (*counts, speed, gain.median, *(gain.ci95 or (None, None))), strict=True))
+    return dict(zip(COLUMNS, (*first_cells, speed, gain.median, *(gain.ci95 or (None, None))), strict=True))

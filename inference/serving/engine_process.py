@@ -15,15 +15,15 @@ from outrider.inference.serving.engine_worker import Json
 from outrider.inference.settings.engine import MODULES
 
 WORKER = Path(__file__).with_name("engine_worker.py")
-_SHOWN = 600  # characters of an engine's last words in an error
-_PATIENCE = 60  # most seconds for the start of Python
+_LOG_CHARS = 600  # characters of an engine's last words in an error
+_START_LIMIT = 60  # most seconds for the start of Python
 
 
 def require_engine(engine: str, python: str) -> None:
     """Raise `UserError` unless `python` is a Python that finds `engine`."""
-    find = f"from importlib.util import find_spec; print(find_spec({MODULES[engine]!r}) is not None)"
+    script = f"from importlib.util import find_spec; print(find_spec({MODULES[engine]!r}) is not None)"
     try:
-        ran = subprocess.run([python, "-c", find], capture_output=True, timeout=_PATIENCE, text=True, check=False)
+        ran = subprocess.run([python, "-c", script], capture_output=True, timeout=_START_LIMIT, text=True, check=False)
         problem = {"True": "", "False": "it is not there"}.get(ran.stdout.strip(), f"its status is {ran.returncode}")
     except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError) as error:
         problem = reason(error)
@@ -41,7 +41,7 @@ class EngineProcess:
         self.version = str(self._ask(job)["version"])
 
     def continue_prompts(
-        self, prompts: Sequence[Sequence[int]], request: Mapping[str, object], drafted: int
+        self, prompts: Sequence[Sequence[int]], request: Mapping[str, object], n_draft: int
     ) -> tuple[tuple[Generation, ...], float]:
         """A generation for each prompt, and the seconds of all together.
 
@@ -52,7 +52,7 @@ class EngineProcess:
         for prompt, output in zip(prompts, outputs := answer["requests"], strict=True):
             if not output["tokens"]:
                 raise self._make_error(f"it says nothing after a prompt of {len(prompt)} tokens")
-        return tuple(to_generation(output["tokens"], output["times"], drafted) for output in outputs), answer["seconds"]
+        return tuple(to_generation(output["tokens"], output["times"], n_draft) for output in outputs), answer["seconds"]
 
     def _ask(self, job: Mapping[str, object]) -> Json:
         assert self.process.stdin is not None
@@ -66,28 +66,28 @@ class EngineProcess:
         answer: Json = json.loads(line)
         return answer
 
-    def _make_error(self, how: str) -> UserError:
-        words = self._log.read_text("utf-8", "replace").strip()[-_SHOWN:]
-        return UserError(f"engine={self._engine}: {how}, see {self._log}; its last words: {words}")
+    def _make_error(self, problem: str) -> UserError:
+        log_tail = self._log.read_text("utf-8", "replace").strip()[-_LOG_CHARS:]
+        return UserError(f"engine={self._engine}: {problem}, see {self._log}; its last words: {log_tail}")
 
 
 @contextmanager
 def start_engine(
-    python: str, job: Mapping[str, object], log: Path, environment: Mapping[str, str], worker: Path = WORKER
+    python_path: str, job: Mapping[str, object], log_file: Path, environment: Mapping[str, str], worker: Path = WORKER
 ) -> Iterator[EngineProcess]:
     """An engine while the context lasts; afterwards no process of it is left.
 
     python: of the engine's environment. job: the engine's name and options, target and drafter, as `worker` reads them.
     log: what the engine prints. Raises `UserError` with its last words if the process ends.
     """
-    with open(log, "wb") as errors:
+    with open(log_file, "wb") as log_stream:
         process = subprocess.Popen(
-            [python, str(worker)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
+            [python_path, str(worker)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log_stream,
             text=True, env={**os.environ, **environment}, start_new_session=True,
         )  # fmt: skip
     try:
         with Stage(f"starting {job['engine']}"):
-            engine = EngineProcess(process, job, log)
+            engine = EngineProcess(process, job, log_file)
         yield engine
     finally:
         with suppress(ProcessLookupError):
@@ -95,13 +95,13 @@ def start_engine(
         process.communicate()
 
 
-def to_generation(steps: Sequence[Sequence[int]], times: Sequence[float], drafted: int) -> Generation:
+def to_generation(step_tokens: Sequence[Sequence[int]], step_times: Sequence[float], draft_len: int) -> Generation:
     """The engine's output by steps; every step after the first is a round. times: of the begin and of each step."""
-    (first_tokens, *passes), (begun, prefilled, *times) = steps, times
-    round_seconds = [end - start for start, end in zip([prefilled, *times], times, strict=False)]
+    (first_tokens, *round_tokens), (start_time, prefill_end, *step_times) = step_tokens, step_times
+    round_seconds = [end - start for start, end in zip([prefill_end, *step_times], step_times, strict=False)]
     rounds = tuple(
-        Round(tuple(ids), drafted=drafted, accepted=len(ids) - 1, depth=drafted, seconds=seconds)
-        for ids, seconds in zip(passes, round_seconds, strict=True)
+        Round(tuple(ids), drafted=draft_len, accepted=len(ids) - 1, depth=draft_len, seconds=seconds)
+        for ids, seconds in zip(round_tokens, round_seconds, strict=True)
     )
-    text = tuple(token for tokens in (first_tokens, *passes) for token in tokens)
-    return Generation(text, prefilled - begun, sum(round_seconds), rounds)
+    token_ids = tuple(token for tokens in (first_tokens, *round_tokens) for token in tokens)
+    return Generation(token_ids, prefill_end - start_time, sum(round_seconds), rounds)

@@ -42,22 +42,22 @@ class VLLM:
 
     def __init__(self, job: Json) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        shared: Json = {"gpu_memory_utilization": 0.45}  # with the other arm's process
+        memory_options: Json = {"gpu_memory_utilization": 0.45}  # with the other arm's process
         if job["device"] == "cpu":
-            shared = {}
+            memory_options = {}
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
         import vllm
 
-        options = {"max_num_seqs": job["most"], "enable_prefix_caching": False, **shared, **job["options"]}
+        options = {"max_num_seqs": job["most"], "enable_prefix_caching": False, **memory_options, **job["options"]}
         draft, overrides = job["draft"], options.pop("speculative_config", {})
         if draft is not None:
-            ngram = {"prompt_lookup_max": draft["max_ngram"], "prompt_lookup_min": 1}
-            source: Json = ngram if draft["method"] == "ngram" else {"model": draft["model"]}
-            config_file = Path(source.get("model", "")) / "config.json"
+            ngram_options = {"prompt_lookup_max": draft["max_ngram"], "prompt_lookup_min": 1}
+            drafter_options: Json = ngram_options if draft["method"] == "ngram" else {"model": draft["model"]}
+            config_file = Path(drafter_options.get("model", "")) / "config.json"
             if config_file.is_file() and "pard_token" in json.loads(config_file.read_text("utf-8")):
-                source["parallel_drafting"] = True
-            drafts = {"method": draft["method"], "num_speculative_tokens": draft["tokens"], **source}
-            options["speculative_config"] = {**drafts, **overrides}
+                drafter_options["parallel_drafting"] = True
+            spec_config = {"method": draft["method"], "num_speculative_tokens": draft["tokens"], **drafter_options}
+            options["speculative_config"] = {**spec_config, **overrides}
         self.llm = vllm.LLM(
             model=job["target"], revision=job["revision"], dtype=job["dtype"], max_model_len=job["context"], seed=0,
             **options,
@@ -68,23 +68,23 @@ class VLLM:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        engine, waiting = self.llm.llm_engine, list(enumerate(zip(job["prompts"], job["seeds"], strict=True)))
-        running, requests = dict[str, Continuation](), dict[int, Continuation]()
-        while waiting or running:
-            while waiting and len(running) < job["concurrency"]:
-                number, (prompt, seed) = waiting.pop(0)
+        engine, queue = self.llm.llm_engine, list(enumerate(zip(job["prompts"], job["seeds"], strict=True)))
+        running, continuations = dict[str, Continuation](), dict[int, Continuation]()
+        while queue or running:
+            while queue and len(running) < job["concurrency"]:
+                index, (prompt, seed) = queue.pop(0)
                 params = SamplingParams(
                     max_tokens=job["max_new_tokens"], ignore_eos=True, stop_token_ids=job["eos"], seed=seed,
                     detokenize=False, output_kind=RequestOutputKind.DELTA, temperature=job["temperature"],
                     **job["sampling"],
                 )  # fmt: skip
-                running[f"{number}"] = requests[number] = Continuation()
-                engine.add_request(f"{number}", {"prompt_token_ids": prompt}, params)
+                running[f"{index}"] = continuations[index] = Continuation()
+                engine.add_request(f"{index}", {"prompt_token_ids": prompt}, params)
             for output in engine.step():
                 running[output.request_id].add(output.outputs[0].token_ids)
                 if output.finished:
                     del running[output.request_id]
-        return [requests[number] for number in sorted(requests)]
+        return [continuations[index] for index in sorted(continuations)]
 
 
 class OpenVINO:
@@ -93,19 +93,19 @@ class OpenVINO:
     def __init__(self, job: Json) -> None:
         import openvino_genai as genai
 
-        draft, floats = job["draft"], {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}.get(job["dtype"])
+        draft, precision = job["draft"], {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}.get(job["dtype"])
         # Without hints the engine chooses its precision.
-        exact = {"INFERENCE_PRECISION_HINT": floats, "KV_CACHE_PRECISION": floats} if floats else {}
+        hints = {"INFERENCE_PRECISION_HINT": precision, "KV_CACHE_PRECISION": precision} if precision else {}
         scheduler = genai.SchedulerConfig()
         scheduler.enable_prefix_caching, scheduler.max_num_batched_tokens = False, job["context"]
-        options = {"scheduler_config": scheduler, **exact, **job["options"]}
+        options = {"scheduler_config": scheduler, **hints, **job["options"]}
         self.settings: Json = {} if draft is None else {"num_assistant_tokens": draft["tokens"]}
         if draft is not None and draft["method"] == "ngram":
             options["prompt_lookup"] = True
             self.settings["max_ngram_size"] = draft["max_ngram"]
         elif draft is not None:
-            drafter = self.as_ir(draft["model"], "drafter", None, job)
-            options["draft_model"] = genai.draft_model(drafter, "CPU", **exact)
+            drafter_dir = self.as_ir(draft["model"], "drafter", None, job)
+            options["draft_model"] = genai.draft_model(drafter_dir, "CPU", **hints)
         self.pipe = genai.LLMPipeline(self.as_ir(job["target"], "target", job["revision"], job), "CPU", **options)
         self.version = genai.__version__
 
@@ -116,9 +116,9 @@ class OpenVINO:
             return model
         folder = Path(job["work"], f"{role}-{Path(model).name}-{job['dtype']}-ir")
         if not folder.exists():
-            part = folder.with_suffix(".part")
-            subprocess.run(ir_command(sys.executable, model, str(part), job["dtype"], revision), check=True)
-            part.rename(folder)
+            partial_dir = folder.with_suffix(".part")
+            subprocess.run(ir_command(sys.executable, model, str(partial_dir), job["dtype"], revision), check=True)
+            partial_dir.rename(folder)
         return str(folder)
 
     def run(self, job: Json) -> list[Continuation]:
@@ -126,11 +126,11 @@ class OpenVINO:
         import openvino as ov
         import openvino_genai as genai
 
-        requests: list[Continuation] = []
+        continuations: list[Continuation] = []
 
         class Steps(genai.StreamerBase):
             def write(self, tokens: int | list[int]) -> object:
-                requests[-1].add(tokens if isinstance(tokens, list) else [tokens])
+                continuations[-1].add(tokens if isinstance(tokens, list) else [tokens])
                 return genai.StreamingStatus.RUNNING
 
             def end(self) -> None:
@@ -143,18 +143,18 @@ class OpenVINO:
                 do_sample=job["temperature"] > 0, temperature=job["temperature"] or 1.0, rng_seed=seed,
                 **self.settings, **job["sampling"],
             )  # fmt: skip
-            requests.append(Continuation())
+            continuations.append(Continuation())
             result = self.pipe.generate(ov.Tensor(np.array([prompt], np.int64)), settings, Steps())
-            count = sum(map(len, requests[-1].tokens))
-            requests[-1].add([*result.tokens[0]][count:])  # an end token is not streamed
-        return requests
+            streamed_count = sum(map(len, continuations[-1].tokens))
+            continuations[-1].add([*result.tokens[0]][streamed_count:])  # an end token is not streamed
+        return continuations
 
 
-def ir_command(python: str, model: str, out: str, dtype: str, revision: str | None = None) -> list[str]:
-    """The command by which optimum, in the environment of `python`, writes `model` to `out` for OpenVINO."""
+def ir_command(python_path: str, model: str, out_dir: str, dtype: str, revision: str | None = None) -> list[str]:
+    """The command by which optimum, in the environment of `python_path`, writes `model` to `out_dir` for OpenVINO."""
     options = ["--task", "text-generation-with-past", "--weight-format", "fp32" if dtype == "float32" else "fp16"]
     options += ["--revision", revision] if revision else []
-    return [str(Path(python).with_name("optimum-cli")), "export", "openvino", "--model", model, *options, out]
+    return [str(Path(python_path).with_name("optimum-cli")), "export", "openvino", "--model", model, *options, out_dir]
 
 
 class Transformers:
@@ -192,32 +192,32 @@ class Transformers:
         )  # fmt: skip
         for prompt, seed in zip(job["prompts"], job["seeds"], strict=True):
             torch.manual_seed(seed)
-            requests.append(request := Continuation())
+            requests.append(continuation := Continuation())
             ids = torch.tensor([prompt], device=self.model.device)
             streamer = SimpleNamespace(put=lambda ids: requests[-1].add(ids.reshape(-1).tolist()), end=lambda: None)
             self.model.generate(
                 ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=streamer,
                 **self.settings,
             )  # fmt: skip
-            del request.tokens[0], request.times[0]  # of the prompt, which is passed first
+            del continuation.tokens[0], continuation.times[0]  # of the prompt, which is passed first
         return requests
 
 
 ENGINES: dict[str, Callable[[Json], EngineRunner]] = {"vllm": VLLM, "openvino": OpenVINO, "transformers": Transformers}
 
 
-def main(engines: Mapping[str, Callable[[Json], EngineRunner]]) -> None:
-    """Answer the jobs on stdin, the first of which loads one of `engines`, until stdin ends."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+def main(engine_makers: Mapping[str, Callable[[Json], EngineRunner]]) -> None:
+    """Answer the jobs on stdin, the first of which loads one of `engine_makers`, until stdin ends."""
+    out_stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what the engine prints goes to the log
     job = json.loads(sys.stdin.readline())
-    engine = engines[job["engine"]](job)
-    print(json.dumps({"version": f"{job['engine']} {engine.version}"}), file=answers, flush=True)
+    engine = engine_makers[job["engine"]](job)
+    print(json.dumps({"version": f"{job['engine']} {engine.version}"}), file=out_stream, flush=True)
     for line in sys.stdin:
         job, started = json.loads(line), time.perf_counter()
-        requests = engine.run(job)
+        outputs = engine.run(job)
         seconds = time.perf_counter() - started
-        print(json.dumps({"requests": [vars(r) for r in requests], "seconds": seconds}), file=answers, flush=True)
+        print(json.dumps({"requests": [vars(r) for r in outputs], "seconds": seconds}), file=out_stream, flush=True)
 
 
 if __name__ == "__main__":

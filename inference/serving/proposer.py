@@ -45,20 +45,20 @@ class ServedText:
         self.mixture.learn_prompt(self._ids, self.length)
         self._best = new_nodes(1)
 
-    def begins(self, text: np.ndarray) -> bool:
-        """Whether `text`, int [T], continues this one."""
-        return self.length <= len(text) and np.array_equal(self._ids[: self.length], text[: self.length])
+    def begins(self, text_ids: np.ndarray) -> bool:
+        """Whether `text_ids`, int [T], continues this one."""
+        return self.length <= len(text_ids) and np.array_equal(self._ids[: self.length], text_ids[: self.length])
 
     def draft(self, text: np.ndarray, limit: int) -> list[int]:
         """Learn the new tokens of `text`; return at most `limit` further ones, each the likeliest in its place."""
-        start, self.length = self.length, len(text)
-        self._ids[start : self.length] = text[start:]
-        self.mixture.learn(self._ids, start, self.length)
-        end = self.length
-        while end < self.length + limit and self.mixture.search(self._ids, end, 1, self._best):
-            self._ids[end] = self._best.tree[0, 0]
-            end += 1
-        return [int(token) for token in self._ids[self.length : end]]
+        old_length, self.length = self.length, len(text)
+        self._ids[old_length : self.length] = text[old_length:]
+        self.mixture.learn(self._ids, old_length, self.length)
+        draft_end = self.length
+        while draft_end < self.length + limit and self.mixture.search(self._ids, draft_end, 1, self._best):
+            self._ids[draft_end] = self._best.tree[0, 0]
+            draft_end += 1
+        return [int(token) for token in self._ids[self.length : draft_end]]
 
 
 def chain_rounds(
@@ -74,10 +74,10 @@ def chain_rounds(
     while position < len(text):
         began = time.perf_counter()
         draft = served.draft(ids[: len(prompt) + position], limit)
-        spent, tail = time.perf_counter() - began, text[position:]
-        accepted = [*(a == b for a, b in zip(draft, tail[:-1], strict=False)), False].index(False)
-        rounds.append((len(draft), tuple(tail[: accepted + 1]), spent))
-        position += accepted + 1
+        seconds, tail = time.perf_counter() - began, text[position:]
+        accepted_count = [*(a == b for a, b in zip(draft, tail[:-1], strict=False)), False].index(False)
+        rounds.append((len(draft), tuple(tail[: accepted_count + 1]), seconds))
+        position += accepted_count + 1
     return rounds
 
 
@@ -91,13 +91,13 @@ class NgramProposer:
 
     def __init__(self, vllm_config: object):
         try:
-            self._most = int(attrgetter("speculative_config.num_speculative_tokens")(vllm_config))
-            self._longest = int(attrgetter("model_config.max_model_len")(vllm_config))  # tokens of a text
+            self._max_draft = int(attrgetter("speculative_config.num_speculative_tokens")(vllm_config))
+            self._max_text = int(attrgetter("model_config.max_model_len")(vllm_config))  # tokens of a text
             self._vocabulary = int(attrgetter("model_config.get_vocab_size")(vllm_config)())
         except AttributeError as error:
             raise UserError(f"vLLM's config: {error}; expected what vLLM 0.32 has") from None
-        self._where = os.environ.get(TABLE_VARIABLE, "")
-        require(self._where != "", TABLE_VARIABLE, self._where, "the directory of an n-gram table, in the environment")
+        self._path = os.environ.get(TABLE_VARIABLE, "")
+        require(self._path != "", TABLE_VARIABLE, self._path, "the directory of an n-gram table, in the environment")
         self._texts: dict[int, ServedText] = {}
 
     def load_model(self, *_: object, **__: object) -> None:
@@ -117,38 +117,38 @@ class NgramProposer:
         token_ids_cpu: int [≥ B, max_model_len], the texts, these tokens included; num_tokens_no_spec: int [≥ B], their
         lengths. A text with a −1 in it is unknown here. No draft goes beyond the model's length.
         """
-        texts, fresh = np.asarray(token_ids_cpu), dict[int, np.ndarray]()
-        counts = [sum(token >= 0 for token in sampled) for sampled in sampled_token_ids]
-        for slot, count in enumerate(counts):
-            text = texts[slot, : int(num_tokens_no_spec[slot])]
-            if count and text.min(initial=0) >= 0:
-                fresh[slot] = text
-        self._assign_texts(fresh, counts)
-        limits = {slot: min(self._most, self._longest - len(text)) for slot, text in fresh.items()}
-        drafts = {slot: self._texts[slot].draft(text, limits[slot]) for slot, text in fresh.items()}
-        return [drafts.get(slot, []) for slot in range(len(counts))]
+        text_rows, text_by_slot = np.asarray(token_ids_cpu), dict[int, np.ndarray]()
+        token_counts = [sum(token >= 0 for token in sampled) for sampled in sampled_token_ids]
+        for slot, token_count in enumerate(token_counts):
+            text = text_rows[slot, : int(num_tokens_no_spec[slot])]
+            if token_count and text.min(initial=0) >= 0:
+                text_by_slot[slot] = text
+        self._assign_texts(text_by_slot, token_counts)
+        draft_limits = {slot: min(self._max_draft, self._max_text - len(text)) for slot, text in text_by_slot.items()}
+        drafts = {slot: self._texts[slot].draft(text, draft_limits[slot]) for slot, text in text_by_slot.items()}
+        return [drafts.get(slot, []) for slot in range(len(token_counts))]
 
-    def _assign_texts(self, fresh: dict[int, np.ndarray], counts: Sequence[int]) -> None:
-        """Assign a text to each slot in `fresh`: the slot's last one if it continues, else a moved one, else a new one.
+    def _assign_texts(self, ids: dict[int, np.ndarray], token_counts: Sequence[int]) -> None:
+        """Assign a text to each slot in `ids`: the slot's last one if it continues, else a moved one, else a new one.
 
         fresh: the ids of each slot's text now. counts: the tokens of this step, by slot.
         """
         prior = self._texts
-        self._texts = {slot: prior.pop(slot) for slot in fresh if slot in prior and prior[slot].begins(fresh[slot])}
-        for slot in [slot for slot in fresh if slot not in self._texts]:
-            moved = [origin for origin in prior if prior[origin].begins(fresh[slot])]
-            if moved:
-                self._texts[slot] = prior.pop(max(moved, key=lambda origin: prior[origin].length))
+        self._texts = {slot: prior.pop(slot) for slot in ids if slot in prior and prior[slot].begins(ids[slot])}
+        for slot in [slot for slot in ids if slot not in self._texts]:
+            origin_slots = [origin for origin in prior if prior[origin].begins(ids[slot])]
+            if origin_slots:
+                self._texts[slot] = prior.pop(max(origin_slots, key=lambda origin: prior[origin].length))
             else:
-                prompt = fresh[slot][: max(0, len(fresh[slot]) - counts[slot])]
-                self._texts[slot] = self.text(self._table, self._longest + self._most, prompt)
+                prompt = ids[slot][: max(0, len(ids[slot]) - token_counts[slot])]
+                self._texts[slot] = self.text(self._table, self._max_text + self._max_draft, prompt)
         # A text without tokens in this step may continue in the next; texts beyond the batch have ended.
-        self._texts |= {slot: prior[slot] for slot in prior if slot < len(counts) and slot not in self._texts}
+        self._texts |= {slot: prior[slot] for slot in prior if slot < len(token_counts) and slot not in self._texts}
 
     @cached_property
     def _table(self) -> TrigramTable:
-        table = TrigramTable.open(self._where)
-        table.require_rows(self._vocabulary, f"{TABLE_VARIABLE}={self._where}")
+        table = TrigramTable.open(self._path)
+        table.require_rows(self._vocabulary, f"{TABLE_VARIABLE}={self._path}")
         return table
 
 
@@ -160,15 +160,15 @@ def serving_page(table: Path, target: str) -> str:
     """Markdown with the exact lines that serve `target` with `table`, here and in vLLM."""
     settings = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": 4}
     variables = [f"{key}={shlex.quote(value)}" for key, value in environment(table).items()]
-    vllm = f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(settings))}"
-    return _PAGE.format(table=PageName(table), target=PageName(target), vllm=" ".join([*variables, vllm]))
+    serve_command = f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(settings))}"
+    return _PAGE.format(table=PageName(table), target=PageName(target), vllm=" ".join([*variables, serve_command]))
 
 
 def environment(table: Path) -> dict[str, str]:
     """The environment variables by which vLLM finds `table` and, if Outrider is a clone, this module."""
     root = Path(str(sys.modules[__name__].__file__)).parents[__name__.count(".")]
-    clone = {"PYTHONPATH": str(root)} if (root / "pyproject.toml").exists() else {}
-    return {**clone, V1_RUNNER: "0", TABLE_VARIABLE: str(table)}
+    python_path = {"PYTHONPATH": str(root)} if (root / "pyproject.toml").exists() else {}
+    return {**python_path, V1_RUNNER: "0", TABLE_VARIABLE: str(table)}
 
 
 _PAGE = """# An n-gram table drafts for {target}

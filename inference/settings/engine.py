@@ -49,14 +49,14 @@ def with_lengths(engine: str, methods: Mapping[str, MethodConfig], lengths: Sequ
     by_name: dict[str, MethodConfig] = {}
     for name, method in methods.items():
         runs = refusal_of(engine, _with_length(method, 1)) is None
-        by_name |= {f"{name}_k{count}": _with_length(method, count) for count in lengths if runs} or {name: method}
+        by_name |= {f"{name}_k{length}": _with_length(method, length) for length in lengths if runs} or {name: method}
     return by_name
 
 
-def _with_length(method: MethodConfig, count: int) -> MethodConfig:
+def _with_length(method: MethodConfig, length: int) -> MethodConfig:
     if KINDS[method.source].has_stop:
-        return replace(method, stop=replace(method.stop, max_draft=count))
-    return replace(method, ngrams=replace(method.ngrams, depth=count))
+        return replace(method, stop=replace(method.stop, max_draft=length))
+    return replace(method, ngrams=replace(method.ngrams, depth=length))
 
 
 def python_in(path: str | None) -> str:
@@ -90,25 +90,25 @@ class EngineConfig(EvaluateConfig):
 
     def check_fields(self) -> None:
         engine, drafting = self.engine, self.engine_options.get("speculative_config", {})
-        of_urls = ("engine_plain", "server_model") if engine in MODULES else ()
-        of_many = ("concurrency",) if engine in ("openvino", "transformers") else ()
-        unread = ("stop_strings", "debug", "batch", *of_urls, *of_many)
-        require_defaults(self, unread, f"engine={engine} does not read it")
-        chosen = isinstance(drafting, Mapping) and not drafting.keys() & {"method", "model", "num_speculative_tokens"}
+        url_options = ("engine_plain", "server_model") if engine in MODULES else ()
+        parallel_options = ("concurrency",) if engine in ("openvino", "transformers") else ()
+        unread_options = ("stop_strings", "debug", "batch", *url_options, *parallel_options)
+        require_defaults(self, unread_options, f"engine={engine} does not read it")
+        is_valid = isinstance(drafting, Mapping) and not drafting.keys() & {"method", "model", "num_speculative_tokens"}
         has_no_key = not any(map(SECRET_NAME.search, self.engine_options))
         for key, fits, expected in (
             ("dtype", self.dtype != "int8", f"another one with engine={engine}"),
             ("concurrency", len({*self.concurrency}) == len(self.concurrency) > 0, "numbers, each once"),
             ("engine_options", has_no_key, "no key, as reports have them: set HF_TOKEN or the engine's own variable"),
-            ("engine_options", chosen, "no drafter and no length: method and draft_tokens say them"),
+            ("engine_options", is_valid, "no drafter and no length: method and draft_tokens say them"),
         ):
             require(fits, key, getattr(self, key), expected)
         reasons = {name: refusal_of(engine, method) for name, method in self.all_methods.items()}
-        refusals = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        runs = [reason for reason in reasons.values() if reason is None]
-        require(bool(runs), "engine", engine, f"a method that it can run ({refusals})")
-        single = engine in MODULES or len(runs) == 1
-        require(single, "engine", engine, f"one method in one length, as a server has one drafter ({refusals})")
+        refusal_text = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        no_refusals = [reason for reason in reasons.values() if reason is None]
+        require(bool(no_refusals), "engine", engine, f"a method that it can run ({refusal_text})")
+        is_single = engine in MODULES or len(no_refusals) == 1
+        require(is_single, "engine", engine, f"one method in one length, as a server has one drafter ({refusal_text})")
 
     @property
     def all_methods(self) -> dict[str, MethodConfig]:

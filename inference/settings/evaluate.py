@@ -60,19 +60,19 @@ class Drafting:
         """Raise `UserError` unless each kind that a method uses is given, and every given kind is known."""
         self._check_methods()
         for kind in KINDS.values():
-            using = ", ".join(name for name, method in self.methods.items() if method.source == kind.name)
-            key, where = kind.option, self.where(kind)
-            if key is not None and using:
+            method_names = ", ".join(name for name, method in self.methods.items() if method.source == kind.name)
+            key, model_path = kind.option, self.where(kind)
+            if key is not None and method_names:
                 option = key if hasattr(self, key) else f"+drafters.{key}"
-                path = getattr(self, key, None) if key == EARLY_EXIT.option else where
-                expected = f"{kind.needs} for {using}{self._checkpoint_hint()}"
-                if path is None and where is None:
+                path = getattr(self, key, None) if key == EARLY_EXIT.option else model_path
+                expected = f"{kind.needs} for {method_names}{self._checkpoint_hint()}"
+                if path is None and model_path is None:
                     raise missing_error(option, expected)
-                require(where is not None, option, path, expected)
-        options = [kind.option for kind in KINDS.values() if kind.option and not hasattr(self, kind.option)]
-        for name, where in self.drafters.items():
-            expected = ", ".join(options) or "none here: no kind of drafter needs it"
-            require(name in options, f"drafters.{name}", where, f"one of {expected}")
+                require(model_path is not None, option, path, expected)
+        extra_options = [kind.option for kind in KINDS.values() if kind.option and not hasattr(self, kind.option)]
+        for name, model_path in self.drafters.items():
+            expected = ", ".join(extra_options) or "none here: no kind of drafter needs it"
+            require(name in extra_options, f"drafters.{name}", model_path, f"one of {expected}")
 
     def where(self, kind: Kind) -> str | None:
         """The path of the model of `kind`; None if no path is given, or the kind has no model."""
@@ -82,11 +82,11 @@ class Drafting:
     @property
     def paths(self) -> dict[str, str]:
         """The paths of all models that are given, by the name of their kind."""
-        return {kind.name: where for kind in KINDS.values() if (where := self.where(kind)) is not None}
+        return {kind.name: path for kind in KINDS.values() if (path := self.where(kind)) is not None}
 
     def training_records(self) -> "dict[str, TrainingRecord]":
         """The training record of each of these models. Raises `UserError` if a record cannot be read."""
-        return {name: self.plugin(KINDS[name]).training_record(where) for name, where in self.paths.items()}
+        return {name: self.plugin(KINDS[name]).training_record(path) for name, path in self.paths.items()}
 
     def plugin(self, kind: Kind) -> "AnyPlugin":
         """The `DrafterPlugin` of `kind`, which reads models as these options say."""
@@ -138,12 +138,12 @@ class DecodingConfig(Drafting, Settings):
     def check_fields(self) -> None:
         self.check_drafters()
         for kind in KINDS.values():
-            once = kind != self.checkpoint_kind or super().where(kind) in (None, self.checkpoint)
+            is_unambiguous = kind != self.checkpoint_kind or super().where(kind) in (None, self.checkpoint)
             expected = f"null where checkpoint={self.checkpoint} is one of its kind"
-            require(once, str(kind.option), super().where(kind), expected)
-        same_revision = self.revision is None or super().where(MTP) != self.target
+            require(is_unambiguous, str(kind.option), super().where(kind), expected)
+        is_same_revision = self.revision is None or super().where(MTP) != self.target
         require(
-            same_revision, "mtp", TARGET, "a directory of that revision, as the head is looked for in the latest one"
+            is_same_revision, "mtp", TARGET, "a directory of that revision, as the head is looked for in the latest one"
         )
         if self.target is None and self.early_exit is None:
             raise missing_error("target", f"the model that is to decode{self._checkpoint_hint()}")
@@ -166,8 +166,8 @@ class DecodingConfig(Drafting, Settings):
     @property
     def by_layers(self) -> bool:
         """Whether a method, or a drafter that no method uses, needs single layers of the target."""
-        used = {method.source for method in self.methods.values()}
-        return any(kind.layers and (kind.name in used or self.where(kind) is not None) for kind in KINDS.values())
+        used_kinds = {method.source for method in self.methods.values()}
+        return any(kind.layers and (kind.name in used_kinds or self.where(kind) is not None) for kind in KINDS.values())
 
     def _checkpoint_hint(self) -> str:
         """The hint: what `checkpoint` holds."""
@@ -220,10 +220,10 @@ class EvaluateConfig(Rehearsed, RunConfig, DecodingConfig):
         require(bool(self.methods), "method", sorted(self.methods), "at least one, e.g. method=eesd_survival")
 
     def check_fields(self) -> None:
-        heads = [kind.name for kind in READABLE if self.where(kind) is not None]
-        if len(heads) != 1:
+        head_names = [kind.name for kind in READABLE if self.where(kind) is not None]
+        if len(head_names) != 1:
             require_defaults(
-                self, ["reading"], f"expected with one draft head; this run has {', '.join(heads) or 'none'}"
+                self, ["reading"], f"expected with one draft head; this run has {', '.join(head_names) or 'none'}"
             )
 
     def plugin(self, kind: Kind) -> "AnyPlugin":
@@ -273,10 +273,10 @@ class ReplayConfig(Drafting, Settings):
         for name, method in self.methods.items():
             kind = KINDS[method.source]
             require(not kind.layers, f"methods.{name}", kind.name, "a drafter of tokens: a recording has no layers")
-            timed = kind.shaped and (method.adapts or method.lacks_delta)
-            require(not timed, f"methods.{name}", kind.name, "sizes and a stop rule that need no measured costs")
+            needs_costs = kind.shaped and (method.adapts or method.lacks_delta)
+            require(not needs_costs, f"methods.{name}", kind.name, "sizes and a stop rule that need no measured costs")
             recycled = method.ngrams.recycle
             require(recycled == 0, f"methods.{name}.ngrams.recycle", recycled, "0: a recording has no logits")
         for kind in KINDS.values():
-            unread = kind.layers and self.where(kind) is not None
-            require(not unread, f"drafters.{kind.option}", self.where(kind), "null: no layers of a target run")
+            is_layered = kind.layers and self.where(kind) is not None
+            require(not is_layered, f"drafters.{kind.option}", self.where(kind), "null: no layers of a target run")

@@ -48,14 +48,14 @@ def kind_in(folder: str) -> Kind | None:
     return next((kind for kind in reversed(kinds) if kind is kinds[0] or kind.load_plugin().is_in(folder)), None)
 
 
-def presets_of(paths: Mapping[str, str | None], *, fixed: bool = False) -> list[str]:
-    """The default methods for the drafters in `paths`, by option, if no method is chosen.
+def presets_of(option_paths: Mapping[str, str | None], *, fixed: bool = False) -> list[str]:
+    """The default methods for the drafters in `option_paths`, by option, if no method is chosen.
 
     `checkpoint` may hold any kind. If it holds none, the method is the early exit's, whose loading reports the error.
     fixed: models draft chains of fixed length. Raises `UserError` if `checkpoint` cannot be read.
     """
-    kinds = [kind for kind in KINDS.values() if kind.option is not None and paths.get(kind.option)]
-    in_checkpoint = kind_in(str(paths["checkpoint"])) if paths.get("checkpoint") else None
-    kinds = [in_checkpoint or kind if kind.option == "checkpoint" else kind for kind in kinds]
-    presets = (f"{kind.name}/fixed" if fixed and kind.shaped else kind.preset for kind in kinds)
-    return [*dict.fromkeys(name for name in presets if name is not None)]
+    kinds = [kind for kind in KINDS.values() if kind.option is not None and option_paths.get(kind.option)]
+    checkpoint_kind = kind_in(str(option_paths["checkpoint"])) if option_paths.get("checkpoint") else None
+    kinds = [checkpoint_kind or kind if kind.option == "checkpoint" else kind for kind in kinds]
+    preset_names = (f"{kind.name}/fixed" if fixed and kind.shaped else kind.preset for kind in kinds)
+    return [*dict.fromkeys(name for name in preset_names if name is not None)]

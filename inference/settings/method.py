@@ -77,11 +77,11 @@ class StopConfig(Settings):
     """source of a token's probability to be right: the draft's q, or the head of `outrider calibrate`"""
 
     def check_fields(self) -> None:
-        sized = self.max_draft != AUTO or self.rule == "fixed"
+        size_fits = self.max_draft != AUTO or self.rule == "fixed"
         expected = "an integer ≥ 1, or auto with rule=fixed (the others decide themselves when to stop), or null"
-        self.require("max_draft", sized, expected)
-        short = not self.by_costs or self.longest() <= LONGEST_CHAIN
-        self.require("max_draft", short, f"at most {LONGEST_CHAIN} with rule={self.rule}, or null")
+        self.require("max_draft", size_fits, expected)
+        length_fits = not self.by_costs or self.longest() <= LONGEST_CHAIN
+        self.require("max_draft", length_fits, f"at most {LONGEST_CHAIN} with rule={self.rule}, or null")
 
     @property
     def needs_head(self) -> bool:
@@ -97,10 +97,10 @@ class StopConfig(Settings):
         """The threshold of a rule that has one."""
         return THRESHOLDS[self.rule] if self.threshold is None else self.threshold
 
-    def longest(self, levels: int | None = None) -> int:
+    def longest(self, level_count: int | None = None) -> int:
         """The most tokens of a chain, or levels of a tree. levels: of the structure; `max_draft` replaces them."""
-        if self.max_draft is None and levels is not None:
-            return levels
+        if self.max_draft is None and level_count is not None:
+            return level_count
         if self.max_draft == AUTO or (self.max_draft is None and self.by_costs):
             return LONGEST_CHAIN
         return CHAIN_TOKENS if self.max_draft is None else known_size(self.max_draft)
@@ -146,16 +146,16 @@ class StructureConfig(Settings):
 
     def check_fields(self) -> None:
         for key in ("max_depth", "nodes"):
-            sized = getattr(self, key) != AUTO or self.kind == "opt_tree"
-            self.require(key, sized, "an integer ≥ 1, or auto with kind=opt_tree")
+            size_fits = getattr(self, key) != AUTO or self.kind == "opt_tree"
+            self.require(key, size_fits, "an integer ≥ 1, or auto with kind=opt_tree")
         self.require("widths", len(self.widths) > 0, "integers ≥ 1, e.g. [4,2,2]")
         if self.kind == "static" and self.shape != "binary":
             require_defaults(self, ["nodes"], f"shape={self.shape} does not read it")
         require(self.tau > 0 or not self.deep_copies, "deep_copies", True, "false with tau=0, which copies nothing")
         if self.max_depth == AUTO:
             self.require("delta", self.delta is None, "null with max_depth=auto, which decides when to stop")
-            bounded = self.nodes == AUTO or known_size(self.nodes) <= MOST_NODES
-            self.require("nodes", bounded, f"at most {MOST_NODES} with max_depth=auto: costs are measured so far")
+            nodes_fit = self.nodes == AUTO or known_size(self.nodes) <= MOST_NODES
+            self.require("nodes", nodes_fit, f"at most {MOST_NODES} with max_depth=auto: costs are measured so far")
 
 
 @dataclass(frozen=True)
@@ -190,8 +190,8 @@ class NgramConfig(Settings):
     """likeliest tokens kept of every row that the target verified, as evidence (recycled logits); 0: none"""
 
     def check_fields(self) -> None:
-        sized = self.nodes != AUTO or self.search == "best_first"
-        self.require("nodes", sized, "an integer ≥ 1, or auto with search=best_first")
+        size_fits = self.nodes != AUTO or self.search == "best_first"
+        self.require("nodes", size_fits, "an integer ≥ 1, or auto with search=best_first")
         self.require("max_probability", self.increment <= self.max_probability, f"increment ({self.increment}) to 1")
 
 
@@ -228,20 +228,20 @@ class MethodConfig(Settings):
 
     def check_fields(self) -> None:
         kind = KINDS[self.source]  # shaped: structure and stop shape its drafts; has_stop: stop.max_draft limits them
-        calibrated = ", ".join(name for name, entry in KINDS.items() if entry.calibration is not None)
-        another = f"another rule for source={self.source}: a calibration head belongs to a drafter of {calibrated}"
-        self.require("stop.rule", not self.stop.needs_head or kind.calibration is not None, another)
-        tree, shape = self.structure, self.structure.kind
+        head_kinds = ", ".join(name for name, entry in KINDS.items() if entry.calibration is not None)
+        expected = f"another rule for source={self.source}: a calibration head belongs to a drafter of {head_kinds}"
+        self.require("stop.rule", not self.stop.needs_head or kind.calibration is not None, expected)
+        structure, shape = self.structure, self.structure.kind
         self._refuse_unread(kind)
-        sized = self.stop.max_draft != AUTO or (shape == "chain" if kind.shaped else kind.has_stop)
-        chains = ", ".join(name for name, entry in KINDS.items() if entry.has_stop)
-        self.require("stop.max_draft", sized, f"a number or null: auto chooses the length of a chain of {chains}")
-        rigid = self.stop.rule == "fixed" or AUTO not in (tree.nodes, tree.max_depth)
-        self.require("stop.rule", rigid, "fixed where sizes are auto, which decide how deep a tree goes")
-        suits = not self.stop.by_costs or shape == "chain"
-        self.require("stop.rule", suits, f"another rule for a tree: {self.stop.rule} counts the tokens of a chain")
-        drawn = kind.shaped and (shape == "chain" or (shape == "k_config" and self.structure.draw != "top_k"))
-        self.require("verify", self.verify in (AUTO, "exact") or drawn, "auto where no candidate is ever drawn")
+        size_fits = self.stop.max_draft != AUTO or (shape == "chain" if kind.shaped else kind.has_stop)
+        kinds = ", ".join(name for name, entry in KINDS.items() if entry.has_stop)
+        self.require("stop.max_draft", size_fits, f"a number or null: auto chooses the length of a chain of {kinds}")
+        rule_fits = self.stop.rule == "fixed" or AUTO not in (structure.nodes, structure.max_depth)
+        self.require("stop.rule", rule_fits, "fixed where sizes are auto, which decide how deep a tree goes")
+        shape_fits = not self.stop.by_costs or shape == "chain"
+        self.require("stop.rule", shape_fits, f"another rule for a tree: {self.stop.rule} counts the tokens of a chain")
+        can_sample = kind.shaped and (shape == "chain" or (shape == "k_config" and self.structure.draw != "top_k"))
+        self.require("verify", self.verify in (AUTO, "exact") or can_sample, "auto where no candidate is ever drawn")
         self.require("verify", self.verify != "block" or shape == "chain", "auto, exact or naive for a tree")
 
     def _refuse_unread(self, kind: Kind) -> None:
@@ -251,31 +251,31 @@ class MethodConfig(Settings):
         `shaped` also reads no structure, no copy, and of the stop rule only its keys.
         """
         why = f"source={self.source} does not read it"
-        some_read = {key for entry in KINDS.values() for key in entry.keys if not key.startswith("stop.")}
-        unread = sorted(some_read - {*kind.keys})
+        special_keys = {key for entry in KINDS.values() for key in entry.keys if not key.startswith("stop.")}
+        unread_keys = sorted(special_keys - {*kind.keys})
         if not kind.shaped:
-            parts = (part.name for part in fields(self.stop) if f"stop.{part.name}" not in kind.keys)
-            require_defaults(self.stop, parts, why, "stop.")  # before `copy`, which the stop rule's file may have set
-            unread = ["structure", "copy", *unread]
-        require_defaults(self, unread, why)
+            names = (option.name for option in fields(self.stop) if f"stop.{option.name}" not in kind.keys)
+            require_defaults(self.stop, names, why, "stop.")  # before `copy`, which the stop rule's file may have set
+            unread_keys = ["structure", "copy", *unread_keys]
+        require_defaults(self, unread_keys, why)
 
     @property
     def verification(self) -> Verification:
         """The rule of verification; auto stands for block with a chain, and for exact with a tree."""
-        best: Verification = "block" if self.structure.kind == "chain" else "exact"
-        return best if self.verify == AUTO else self.verify
+        auto_rule: Verification = "block" if self.structure.kind == "chain" else "exact"
+        return auto_rule if self.verify == AUTO else self.verify
 
     @property
     def adapts(self) -> bool:
         """Whether something is chosen by costs measured here."""
-        tree, sizes = self.structure, (self.stop.max_draft, self.ngrams.nodes)
-        return self.stop.by_costs or AUTO in (tree.nodes, tree.max_depth, *sizes)
+        structure, sizes = self.structure, (self.stop.max_draft, self.ngrams.nodes)
+        return self.stop.by_costs or AUTO in (structure.nodes, structure.max_depth, *sizes)
 
     @property
     def lacks_delta(self) -> bool:
         """Whether the structure is an OPT-Tree whose δ is to be measured here."""
-        tree = self.structure
-        return tree.kind == "opt_tree" and tree.delta is None and tree.max_depth != AUTO
+        structure = self.structure
+        return structure.kind == "opt_tree" and structure.delta is None and structure.max_depth != AUTO
 
 
 def preset(name: str) -> MethodConfig:
@@ -283,9 +283,9 @@ def preset(name: str) -> MethodConfig:
     return construct(MethodConfig, settings_of(name))
 
 
-def choices_of(group: str) -> list[str]:
+def choices_of(conf_group: str) -> list[str]:
     """The names of the files of conf/<group>/."""
-    return sorted(file.stem for file in (CONF_DIR / group).glob("*.yaml"))
+    return sorted(file.stem for file in (CONF_DIR / conf_group).glob("*.yaml"))
 
 
 def method_key(name: str) -> str:
@@ -300,13 +300,13 @@ def settings_of(name: str) -> dict[str, object]:
     """
     from omegaconf import OmegaConf  # vLLM's environment has none, and drafts by settings of its own
 
-    source, *parts = name.split("/")
-    part_of_group = {group: part for group in PARTS for part in parts if part in choices_of(group)}
-    if list(part_of_group.values()) != parts or (not parts and source not in choices_of("method")):
+    source, *part_names = name.split("/")
+    part_by_group = {group: part for group in PARTS for part in part_names if part in choices_of(group)}
+    if list(part_by_group.values()) != part_names or (not part_names and source not in choices_of("method")):
         raise UserError(no_such_method(name))
-    settings: dict[str, object] = {"source": source} if parts else {}
-    for file in [f"{group}/{part}" for group, part in part_of_group.items()] or [f"method/{name}"]:
-        content = OmegaConf.to_container(OmegaConf.load(CONF_DIR / f"{file}.yaml"))
+    settings: dict[str, object] = {"source": source} if part_names else {}
+    for conf_name in [f"{group}/{part}" for group, part in part_by_group.items()] or [f"method/{name}"]:
+        content = OmegaConf.to_container(OmegaConf.load(CONF_DIR / f"{conf_name}.yaml"))
         settings |= {str(key): value for key, value in content.items()} if isinstance(content, dict) else {}
     return settings
 
@@ -314,9 +314,9 @@ def settings_of(name: str) -> dict[str, object]:
 def no_such_method(name: str) -> str:
     """The error message for an unknown method: the existing names."""
     presets, shapes, stops = (choices_of(group) for group in ("method", *PARTS))
-    parts = name.split("/")[1:]
-    choices = [*shapes, *stops] if parts else presets
-    unknown = next((part for part in parts or [name] if part not in choices), "")
+    part_names = name.split("/")[1:]
+    choices = [*shapes, *stops] if part_names else presets
+    unknown = next((part for part in part_names or [name] if part not in choices), "")
     return (
         f"method={name}: no such method{did_you_mean(unknown, choices) or '.'} There are {', '.join(presets)}, and "
         "SOURCE/SHAPE/STOP, SOURCE/SHAPE and SOURCE/STOP with "

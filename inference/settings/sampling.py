@@ -23,8 +23,8 @@ class SamplingConfig(Settings):
     generation config is taken over, else none"""
 
     def check_fields(self) -> None:
-        defined = self.temperature == 0 or self.temperature >= 1e-6  # below, logits overflow float32
-        self.require("temperature", defined, "0 (greedy) or a number ≥ 1e-6")
+        is_valid = self.temperature == 0 or self.temperature >= 1e-6  # below, logits overflow float32
+        self.require("temperature", is_valid, "0 (greedy) or a number ≥ 1e-6")
 
 
 GREEDY = SamplingConfig()

@@ -100,9 +100,9 @@ class AuditConfig(RunConfig):
     out_dir: str = free("runs/audit", "where report.md and report.json go")
 
     def check_fields(self) -> None:
-        key, chosen = f"server={self.server} answers", (self.answers is None) != (self.server is None)
-        require(chosen, key, self.answers, "a JSONL file of answers, or server")
+        option, is_single_source = f"server={self.server} answers", (self.answers is None) != (self.server is None)
+        require(is_single_source, option, self.answers, "a JSONL file of answers, or server")
         require_defaults(self, OF_SERVERS if self.server is None else (), "it is read with server=URL")
-        unread = ("top_k", "top_p") if self.temperature == 0 else ()
-        require_defaults(self, unread, "greedy answers have nothing to choose from; temperature=1 samples")
+        unread_options = ("top_k", "top_p") if self.temperature == 0 else ()
+        require_defaults(self, unread_options, "greedy answers have nothing to choose from; temperature=1 samples")
         SamplingConfig(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)  # runs its own checks

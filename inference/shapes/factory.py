@@ -24,7 +24,7 @@ TREES: Mapping[StructureKind, type[Static] | type[KConfig] | type[OptTree] | typ
 def make_structure(
     method: MethodConfig,
     streams: Streams,
-    drawn: bool = False,
+    is_sampled: bool = False,
     head: AcceptanceHead | None = None,
     tuning: Tuning | None = None,
 ) -> Structure:
@@ -35,10 +35,10 @@ def make_structure(
     `inference.measure.probe`).
     """
     settings = method.structure
-    generator = streams.of("draft") if drawn else None
+    generator = streams.of("draft") if is_sampled else None
     if settings.kind == "chain":
-        by_chance = drawn and method.verify != "naive"  # naive verification accepts a token with probability p
-        return Chain(make_rule(method.stop, streams, head, tuning, drawn=by_chance), generator)
+        is_drawn = is_sampled and method.verify != "naive"  # naive verification accepts a token with probability p
+        return Chain(make_rule(method.stop, streams, head, tuning, drawn=is_drawn), generator)
     tree = make_tree(settings, generator, tuning)
     tree.rule = make_rule(method.stop, streams, head, tuning, levels=tree.max_depth)
     return tree

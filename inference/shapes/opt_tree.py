@@ -50,56 +50,56 @@ class OptTree(Tree):
     sizes: TreeSizes | None
 
     def __init__(self, settings: StructureConfig, generator: random.Random | None, tuning: Tuning | None):
-        nodes, depth = (None if size == AUTO else known_size(size) for size in (settings.nodes, settings.max_depth))
+        max_nodes, depth = (None if size == AUTO else known_size(size) for size in (settings.nodes, settings.max_depth))
         if settings.delta is None and depth is not None:
             raise ValueError("opt_tree needs a delta: measure one (inference.measure.probe)")
-        if nodes is not None and depth is not None:
-            self.sizes, fed = None, min(nodes, settings.width or nodes)  # per level
+        if max_nodes is not None and depth is not None:
+            self.sizes, fed_count = None, min(max_nodes, settings.width or max_nodes)  # per level
             # A session of the target's layers holds what was fed while drafting, kept or not, and the rest of the tree.
-            super().__init__(settings, nodes + fed * (depth - 1), depth)
+            super().__init__(settings, max_nodes + fed_count * (depth - 1), depth)
         else:
-            self.sizes = sizes = TreeSizes(require_value(tuning), nodes, depth)
+            self.sizes = sizes = TreeSizes(require_value(tuning), max_nodes, depth)
             super().__init__(settings, sizes.max_nodes * sizes.max_depth, sizes.max_depth)
 
     def draft(self, source: Source, root: Tensor, limit: int) -> OptimalTree:
         settings, max_levels, to_probs = self.settings, self.steps(limit), self.ranking(source)
-        growth = None if self.sizes is None else self.sizes.begin()
-        nodes = known_size(settings.nodes) if growth is None else growth.nodes
+        tree_growth = None if self.sizes is None else self.sizes.begin()
+        node_budget = known_size(settings.nodes) if tree_growth is None else tree_growth.nodes
         delta, width, temperature = settings.delta or 0.0, settings.width, settings.temperature
         levels: list[_Level] = []
         best: list[tuple[float, int]] = []  # (−p̂, level) of the nodes of the best tree, ascending
         frontier, rows = _Frontier(root, [ROOT], [1.0], None), range(0)  # rows: of the nodes that were fed last
-        gain, expected, count = math.inf, 0.0, 0
-        while len(levels) < max_levels and gain > delta and frontier.parent_rows:
+        prob_gain, last_prob_sum, node_count = math.inf, 0.0, 0
+        while len(levels) < max_levels and prob_gain > delta and frontier.parent_rows:
             logits = source.extend(frontier.tokens, frontier.parent_rows)  # [m, V]
             if levels:
                 levels[-1].fed = len(logits)
             rows, depth = range(rows.stop, rows.stop + len(logits)), len(levels)
-            level = _draft_level(logits, rows, frontier, nodes, to_probs, temperature)
+            level = _draft_level(logits, rows, frontier, node_budget, to_probs, temperature)
             levels.append(level)
-            best = sorted([*best, *((-prob, depth) for prob in level.host_path_probs if prob > 0)])[:nodes]
-            count, beam = len(best), sum(level_of_node == depth for _, level_of_node in best)
-            if growth is not None:
-                count, beam = growth.after_level(len(rows), level.branch_probs, level.parents, best)
-            total = -math.fsum(value for value, _ in best)
-            gain, expected = total - expected, total
-            frontier = level.frontier(rows, beam if width is None else min(beam, width))
+            best = sorted([*best, *((-prob, depth) for prob in level.host_path_probs if prob > 0)])[:node_budget]
+            node_count, beam_width = len(best), sum(level_of_node == depth for _, level_of_node in best)
+            if tree_growth is not None:
+                node_count, beam_width = tree_growth.after_level(len(rows), level.branch_probs, level.parents, best)
+            prob_sum = -math.fsum(neg_prob for neg_prob, _ in best)
+            prob_gain, last_prob_sum = prob_sum - last_prob_sum, prob_sum
+            frontier = level.frontier(rows, beam_width if width is None else min(beam_width, width))
             if self.stops(depth + 1, level.tokens, logits, source, level.parents[0]):
                 break
-        return _assemble(root, levels, best[:count])
+        return _assemble(root, levels, best[:node_count])
 
-    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+    def observe(self, tree: DraftTree, accepted_nodes: Sequence[int]) -> None:
         assert isinstance(tree, OptimalTree)
-        super().observe(tree, accepted)
+        super().observe(tree, accepted_nodes)
         self.totals["expected_tau"] += tree.expected_tau
         if self.sizes is not None and len(tree):
-            self.sizes.observe(tree, accepted)
-            for name in self.sizes.describe(tree):
-                self.totals[CHOSEN + name] += 1
+            self.sizes.observe(tree, accepted_nodes)
+            for size_label in self.sizes.describe(tree):
+                self.totals[CHOSEN + size_label] += 1
 
-    def trials(self, tree: DraftTree, accepted: Sequence[int]) -> Trials:
+    def trials(self, tree: DraftTree, accepted_nodes: Sequence[int]) -> Trials:
         assert isinstance(tree, OptimalTree)
-        return trials_by_band(tree.parents, tree.branch_probs, accepted)
+        return trials_by_band(tree.parents, tree.branch_probs, accepted_nodes)
 
 
 class _Frontier(NamedTuple):
@@ -123,48 +123,48 @@ class _Level:
     first_row: int  # of the first node, if it was fed
     fed: int = 0  # how many nodes were fed
 
-    def frontier(self, rows: Sequence[int], count: int) -> _Frontier:
-        """The first `count` nodes. rows: of the level above."""
-        parent_rows = [rows[parent] for parent in self.parents[:count]]
-        return _Frontier(self.tokens[:count], parent_rows, self.host_path_probs[:count], self.path_probs[:count])
+    def frontier(self, rows_above: Sequence[int], width: int) -> _Frontier:
+        """The first `width` nodes. rows: of the level above."""
+        parent_rows = [rows_above[parent] for parent in self.parents[:width]]
+        return _Frontier(self.tokens[:width], parent_rows, self.host_path_probs[:width], self.path_probs[:width])
 
 
 def _draft_level(
-    logits: Tensor, rows: range, frontier: _Frontier, count: int, to_probs: ToProbs | None, temperature: float
+    logits: Tensor, rows: range, frontier: _Frontier, n_top: int, to_probs: ToProbs | None, temperature: float
 ) -> _Level:
-    """The `count` most likely children of the frontier's nodes, from the logits [m, V] after them, which are `rows`."""
-    compiled = (
-        likeliest_children(logits, frontier.host_path_probs, count, 1 / temperature) if to_probs is None else None
+    """The `n_top` most likely children of the frontier's nodes, from the logits [m, V] after them, which are `rows`."""
+    top_children = (
+        likeliest_children(logits, frontier.host_path_probs, n_top, 1 / temperature) if to_probs is None else None
     )
-    if compiled is not None:
-        path_probs, parent_indices, tokens = compiled
+    if top_children is not None:
+        path_probs, parent_indices, tokens = top_children
         host_path_probs, parents = path_probs.tolist(), parent_indices.tolist()
     else:
         probs = softmax_probs(logits / temperature, rows) if to_probs is None else to_probs(logits, rows)
         if frontier.path_probs is not None:
             probs = probs * frontier.path_probs[:, None]
-        path_probs, indices = top_k_chunked(probs.flatten(), min(count, probs.numel()))  # [n]
-        tokens, parent_indices = indices % probs.shape[-1], indices // probs.shape[-1]
-        host_path_probs, floats = torch.stack(
+        path_probs, flat_indices = top_k_chunked(probs.flatten(), min(n_top, probs.numel()))  # [n]
+        tokens, parent_indices = flat_indices % probs.shape[-1], flat_indices // probs.shape[-1]
+        host_path_probs, parent_floats = torch.stack(
             [path_probs, parent_indices.to(path_probs.dtype)]
         ).tolist()  # one transfer
-        parents = [int(parent) for parent in floats]
+        parents = [int(parent) for parent in parent_floats]
     branch_probs = [
         prob / frontier.host_path_probs[parent] for prob, parent in zip(host_path_probs, parents, strict=True)
     ]
     return _Level(tokens, path_probs, host_path_probs, parents, branch_probs, rows.stop)
 
 
-def _assemble(root: Tensor, levels: Sequence[_Level], best: Sequence[tuple[float, int]]) -> OptimalTree:
-    """The tree of the nodes `best`, as (−p̂, level); they are the first nodes of every level."""
-    counts, masses = [0] * len(levels), [0.0] * len(levels)
-    for value, depth in best:
-        counts[depth] += 1
-        masses[depth] -= value
-    prefixes = list(zip(levels, counts, strict=True))
-    firsts = [0, *accumulate(counts)]  # the number of the first node of every level
+def _assemble(root: Tensor, levels: Sequence[_Level], best_nodes: Sequence[tuple[float, int]]) -> OptimalTree:
+    """The tree of the nodes `best_nodes`, as (−p̂, level); they are the first nodes of every level."""
+    node_counts, prob_sums = [0] * len(levels), [0.0] * len(levels)
+    for neg_prob, depth in best_nodes:
+        node_counts[depth] += 1
+        prob_sums[depth] -= neg_prob
+    prefixes = list(zip(levels, node_counts, strict=True))
+    first_nodes = [0, *accumulate(node_counts)]  # the number of the first node of every level
     parents = [
-        firsts[depth - 1] + index if depth else ROOT
+        first_nodes[depth - 1] + index if depth else ROOT
         for depth, (level, count) in enumerate(prefixes)
         for index in level.parents[:count]
     ]
@@ -176,6 +176,6 @@ def _assemble(root: Tensor, levels: Sequence[_Level], best: Sequence[tuple[float
         path_probs=cat_levels(
             [level.path_probs[:count] for level, count in prefixes], torch.zeros(1, device=root.device)
         ),
-        masses=tuple(masses),
+        masses=tuple(prob_sums),
         branch_probs=tuple(prob for level, count in prefixes for prob in level.branch_probs[:count]),
     )

@@ -59,7 +59,7 @@ class Chain(Structure):
     def draft(self, source: Source, root: Tensor, limit: int) -> DraftTree:
         max_steps, to_probs, generator = self.steps(limit), source.to_probs, self.generator
         tokens = [root]
-        q: dict[int, Tensor] = {}
+        q_by_node: dict[int, Tensor] = {}
         while len(tokens) <= max_steps:
             row = len(tokens) - 1
             logits = source.extend(tokens[-1], (row - 1,))
@@ -68,22 +68,22 @@ class Chain(Structure):
                 token = row_maxima(scores)[1]
             else:
                 probs = (to_probs or softmax_probs)(logits, (row,))
-                q[row - 1] = probs[0]
+                q_by_node[row - 1] = probs[0]
                 token = invert(probs, generator.random())[0]
             tokens.append(token)
             if self.stops(row + 1, token, logits, source):
                 break
-        n = len(tokens) - 1
-        rows = (*range(1, n), -1)[:n]  # the last token is never fed
-        return DraftTree(torch.cat(tokens)[1:], chain_parents(0, n), rows, q=q)
+        draft_len = len(tokens) - 1
+        rows = (*range(1, draft_len), -1)[:draft_len]  # the last token is never fed
+        return DraftTree(torch.cat(tokens)[1:], chain_parents(0, draft_len), rows, q=q_by_node)
 
-    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+    def observe(self, tree: DraftTree, accepted_nodes: Sequence[int]) -> None:
         if isinstance(self.rule, BestLength) and len(tree):
             self.totals[f"{CHOSEN}max_draft={self.rule.length}"] += 1
-        super().observe(tree, accepted)
+        super().observe(tree, accepted_nodes)
 
-    def trials(self, tree: DraftTree, accepted: Sequence[int]) -> Trials:
-        return trials_in_chain(len(tree), len(accepted))
+    def trials(self, tree: DraftTree, accepted_nodes: Sequence[int]) -> Trials:
+        return trials_in_chain(len(tree), len(accepted_nodes))
 
 
 RankPath = Annotated[tuple[Annotated[int, Ge(0)], ...], Len(1)]
@@ -91,16 +91,16 @@ RankPath = Annotated[tuple[Annotated[int, Ge(0)], ...], Len(1)]
 Shape = tuple[tuple[int, ...], ...]
 
 
-def parse_shape(paths: Collection[tuple[int, ...]], name: str = "shape") -> Shape:
-    """Check rank paths and put them in level order; raises `UserError` naming `name` and the offending path."""
+def parse_shape(paths: Collection[tuple[int, ...]], label: str = "shape") -> Shape:
+    """Check rank paths and put them in level order; raises `UserError` naming `label` and the offending path."""
     if not paths:
-        raise UserError(f"{name}: expected a non-empty list of rank paths such as [[0], [1], [0, 0]]")
+        raise UserError(f"{label}: expected a non-empty list of rank paths such as [[0], [1], [0, 0]]")
     counts = Counter(paths)
     for path, count in counts.items():
         if count > 1:
-            raise UserError(f"{name}: {list(path)} is listed twice; remove one of them")
+            raise UserError(f"{label}: {list(path)} is listed twice; remove one of them")
         if len(path) > 1 and path[:-1] not in counts:
-            raise UserError(f"{name}: {list(path)} has no parent; add {list(path[:-1])}")
+            raise UserError(f"{label}: {list(path)} has no parent; add {list(path[:-1])}")
     return tuple(sorted(paths, key=lambda path: (len(path), path)))
 
 
@@ -127,15 +127,15 @@ def binary_shape(nodes: int) -> Shape:
 @lru_cache
 def full_shape(widths: tuple[int, ...]) -> Shape:
     """The tree in which every node of level i has widths[i] children."""
-    levels = [widths[:depth] for depth in range(1, len(widths) + 1)]
-    return parse_shape([path for level in levels for path in product(*map(range, level))])
+    width_prefixes = [widths[:depth] for depth in range(1, len(widths) + 1)]
+    return parse_shape([path for prefix in width_prefixes for path in product(*map(range, prefix))])
 
 
-def find_shape(name: str, nodes: int) -> Shape:
-    """The shape "binary" with `nodes` nodes, "eagle", or the shape in the file `name`. Raises `UserError`."""
-    if name == "binary":
-        return binary_shape(nodes)
-    return EAGLE_25 if name == "eagle" else read_shape(name)
+def find_shape(name_or_path: str, n_nodes: int) -> Shape:
+    """The shape "binary" with `n_nodes` nodes, "eagle", or the shape in the file `name_or_path`. Raises `UserError`."""
+    if name_or_path == "binary":
+        return binary_shape(n_nodes)
+    return EAGLE_25 if name_or_path == "eagle" else read_shape(name_or_path)
 
 
 class _LevelPlan(NamedTuple):
@@ -143,8 +143,8 @@ class _LevelPlan(NamedTuple):
 
     fed: Tensor | None  # [m] indices in the level above of its nodes with children; None: all of that level
     parent_rows: tuple[int, ...]  # [m] rows of these nodes' parents
-    ranks: int  # the number of most likely tokens to find after each of them
-    picks: Tensor | None  # [level] indices of the level's tokens in the flattened [m, ranks]; None: all
+    rank_count: int  # the number of most likely tokens to find after each of them
+    flat_picks: Tensor | None  # [level] indices of the level's tokens in the flattened [m, ranks]; None: all
 
 
 class _ShapePlan(NamedTuple):
@@ -157,27 +157,27 @@ class _ShapePlan(NamedTuple):
 def _plan(shape: Shape, limit: int, vocabulary: int, device: torch.device) -> _ShapePlan:
     """The plan of the paths of `shape` with at most `limit` ranks, all below `vocabulary`."""
     paths = [path for path in shape if len(path) <= limit and max(path) < vocabulary]
-    node_of: dict[tuple[int, ...], int] = {(): ROOT} | {path: node for node, path in enumerate(paths)}
-    parents = tuple(node_of[path[:-1]] for path in paths)
+    node_by_path: dict[tuple[int, ...], int] = {(): ROOT} | {path: node for node, path in enumerate(paths)}
+    parents = tuple(node_by_path[path[:-1]] for path in paths)
     nodes_with_children = set(parents)
-    fed_paths = [path for path, node in node_of.items() if node in nodes_with_children]
-    row_of = {path: row for row, path in enumerate(fed_paths)}
+    fed_paths = [path for path, node in node_by_path.items() if node in nodes_with_children]
+    row_by_path = {path: row for row, path in enumerate(fed_paths)}
     levels: list[Shape] = [((),), *(tuple(level) for _, level in groupby(paths, key=len))]
-    plans = tuple(_plan_level(above, level, row_of, device) for above, level in pairwise(levels))
-    return _ShapePlan(plans, parents, tuple(row_of.get(path, -1) for path in paths))
+    level_plans = tuple(_plan_level(level_above, level, row_by_path, device) for level_above, level in pairwise(levels))
+    return _ShapePlan(level_plans, parents, tuple(row_by_path.get(path, -1) for path in paths))
 
 
 def _plan_level(above: Shape, level: Shape, row_of: Mapping[tuple[int, ...], int], device: torch.device) -> _LevelPlan:
     """The plan of the paths `level`, whose parents are among the paths `above`. row_of: the rows of the fed paths."""
-    indices = [index for index, path in enumerate(above) if path in row_of]
-    fed = [above[index] for index in indices]
-    ranks = 1 + max(path[-1] for path in level)
-    picks = [fed.index(path[:-1]) * ranks + path[-1] for path in level]
+    fed_indices = [index for index, path in enumerate(above) if path in row_of]
+    fed_paths = [above[index] for index in fed_indices]
+    rank_count = 1 + max(path[-1] for path in level)
+    flat_picks = [fed_paths.index(path[:-1]) * rank_count + path[-1] for path in level]
     return _LevelPlan(
-        None if len(indices) == len(above) else torch.tensor(indices, device=device),
-        tuple(row_of[path[:-1]] for path in fed),
-        ranks,
-        None if len(picks) == len(fed) * ranks else torch.tensor(picks, device=device),
+        None if len(fed_indices) == len(above) else torch.tensor(fed_indices, device=device),
+        tuple(row_of[path[:-1]] for path in fed_paths),
+        rank_count,
+        None if len(flat_picks) == len(fed_paths) * rank_count else torch.tensor(flat_picks, device=device),
     )
 
 
@@ -194,26 +194,26 @@ class Ranked(Tree):
         if max_levels < 1:
             return DraftTree(root[:0], (), ())
         logits = source.extend(root, (ROOT,))  # [1, V]
-        vocabulary = logits.shape[-1]
-        plan = _plan(shape, max_levels, vocabulary, root.device)
+        vocab_size = logits.shape[-1]
+        plan = _plan(shape, max_levels, vocab_size, root.device)
         levels: list[Tensor] = []  # the tokens of every level
-        fed_rows = 0
-        for level in plan.levels:
+        row_count = 0
+        for level_plan in plan.levels:
             if levels:
-                tokens = levels[-1] if level.fed is None else levels[-1][level.fed]
-                logits = source.extend(tokens, level.parent_rows)  # [m, V]
-            rows = range(fed_rows, fed_rows + len(logits))
+                tokens = levels[-1] if level_plan.fed is None else levels[-1][level_plan.fed]
+                logits = source.extend(tokens, level_plan.parent_rows)  # [m, V]
+            rows = range(row_count, row_count + len(logits))
             scores = logits
             if to_probs is not None:  # tokens that sampling leaves out come after all others, by their logits
                 q = to_probs(logits, rows)
                 scores = torch.where(q > 0, q, logits.float() - logits.amax(-1, keepdim=True) - 1)
-            fed_rows = rows.stop
-            ranking = scores.topk(level.ranks).indices.flatten()  # [m · ranks]
-            levels.append(ranking if level.picks is None else ranking[level.picks])
+            row_count = rows.stop
+            ranked_tokens = scores.topk(level_plan.rank_count).indices.flatten()  # [m · ranks]
+            levels.append(ranked_tokens if level_plan.flat_picks is None else ranked_tokens[level_plan.flat_picks])
             if self.stops(len(levels), levels[-1], logits, source):
                 break
         if len(levels) < len(plan.levels):
-            plan = _plan(shape, len(levels), vocabulary, root.device)
+            plan = _plan(shape, len(levels), vocab_size, root.device)
         return DraftTree(cat_levels(levels, root), plan.parents, plan.rows)
 
 
@@ -252,39 +252,39 @@ class KConfig(Ranked):
         with_replacement = self.mode == "with_replacement"
         levels: list[Tensor] = []  # the tokens of every level
         parents: list[int] = []
-        draws: dict[int, tuple[int, ...]] = {}
-        q: dict[int, Tensor] = {}
-        row_of: dict[int, int] = {}  # of the root and the nodes with children
+        draws_by_node: dict[int, tuple[int, ...]] = {}
+        q_by_node: dict[int, Tensor] = {}
+        row_by_node: dict[int, int] = {}  # of the root and the nodes with children
         fed_nodes, tokens, parent_rows = [ROOT], root, [ROOT]
         for depth, width in enumerate(widths[: max(self.steps(limit), 0)], start=1):
             logits = source.extend(tokens, parent_rows)  # [m, V]
-            rows = range(len(row_of), len(row_of) + len(fed_nodes))
-            row_of |= zip(fed_nodes, rows, strict=True)
+            rows = range(len(row_by_node), len(row_by_node) + len(fed_nodes))
+            row_by_node |= zip(fed_nodes, rows, strict=True)
             probs = to_probs(logits, rows)  # [m, V]
-            q |= zip(fed_nodes, probs, strict=True)
+            q_by_node |= zip(fed_nodes, probs, strict=True)
             drawn = _draw(probs, width, generator, with_replacement)  # [m, width]
-            first_node = len(parents)
-            distinct = _add_children(fed_nodes, drawn.tolist(), parents, draws)
-            tokens = drawn.flatten() if len(distinct) == drawn.numel() else torch.tensor(distinct, device=root.device)
+            first_new_node = len(parents)
+            token_ids = _add_children(fed_nodes, drawn.tolist(), parents, draws_by_node)
+            tokens = drawn.flatten() if len(token_ids) == drawn.numel() else torch.tensor(token_ids, device=root.device)
             levels.append(tokens)
             if self.stops(depth, tokens, logits, source):
                 break
-            fed_nodes = list(range(first_node, len(parents)))
-            parent_rows = [row_of[parents[node]] for node in fed_nodes]
-        node_rows = tuple(row_of.get(node, -1) for node in range(len(parents)))
-        draws = draws if with_replacement else {}
-        return DraftTree(cat_levels(levels, root), tuple(parents), node_rows, q=q, draws=draws)
+            fed_nodes = list(range(first_new_node, len(parents)))
+            parent_rows = [row_by_node[parents[node]] for node in fed_nodes]
+        node_rows = tuple(row_by_node.get(node, -1) for node in range(len(parents)))
+        draws_by_node = draws_by_node if with_replacement else {}
+        return DraftTree(cat_levels(levels, root), tuple(parents), node_rows, q=q_by_node, draws=draws_by_node)
 
-    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        super().observe(tree, accepted)
-        for _, index in outcomes_at_nodes(tree, accepted):
+    def observe(self, tree: DraftTree, accepted_nodes: Sequence[int]) -> None:
+        super().observe(tree, accepted_nodes)
+        for _, accepted_rank in outcomes_at_nodes(tree, accepted_nodes):
             self.totals[TRIED] += 1
-            if index is not None:
-                self.totals[f"{CANDIDATE}{index + 1}"] += 1
+            if accepted_rank is not None:
+                self.totals[f"{CANDIDATE}{accepted_rank + 1}"] += 1
 
 
 def _add_children(
-    nodes: Sequence[int], drawn: Sequence[Sequence[int]], parents: list[int], draws: dict[int, tuple[int, ...]]
+    nodes: Sequence[int], drawn: Sequence[Sequence[int]], parents: list[int], draws_by_node: dict[int, tuple[int, ...]]
 ) -> list[int]:
     """Add a child for every different token that was drawn at a node; returns the tokens of the new nodes.
 
@@ -292,14 +292,14 @@ def _add_children(
     nodes are appended. draws: receives the child that each draw hit (see `DraftTree`).
     """
     tokens: list[int] = []
-    for parent, sequence in zip(nodes, drawn, strict=True):
-        child_of: dict[int, int] = {}
-        for token in sequence:
-            if token >= 0 and token not in child_of:
-                child_of[token] = len(parents)
+    for parent, node_draws in zip(nodes, drawn, strict=True):
+        child_by_token: dict[int, int] = {}
+        for token in node_draws:
+            if token >= 0 and token not in child_by_token:
+                child_by_token[token] = len(parents)
                 parents.append(parent)
                 tokens.append(token)
-        draws[parent] = tuple(child_of[token] for token in sequence if token >= 0)
+        draws_by_node[parent] = tuple(child_by_token[token] for token in node_draws if token >= 0)
     return tokens
 
 
@@ -308,27 +308,27 @@ def level_sizes(widths: Sequence[int]) -> list[int]:
     return list(accumulate(widths, operator.mul))
 
 
-def outcomes_at_nodes(tree: DraftTree, accepted: Sequence[int]) -> Iterator[tuple[int, int | None]]:
+def outcomes_at_nodes(tree: DraftTree, accepted_nodes: Sequence[int]) -> Iterator[tuple[int, int | None]]:
     """For every node with candidates on the target's path: their number, and the index of the accepted one."""
-    for node, child in zip([ROOT, *accepted], [*accepted, None], strict=True):
+    for node, child in zip([ROOT, *accepted_nodes], [*accepted_nodes, None], strict=True):
         candidates = tree.draws.get(node) or [i for i, parent in enumerate(tree.parents) if parent == node]
         if candidates:
             yield len(candidates), None if child is None else list(candidates).index(child)
 
 
-def _draw(probs: Tensor, count: int, generator: random.Random, replacement: bool) -> Tensor:
-    """Sample `count` tokens from each row of probs [m, V] -> [m, count], −1 if no token with q > 0 is left.
+def _draw(probs: Tensor, sample_count: int, generator: random.Random, replacement: bool) -> Tensor:
+    """Sample `sample_count` tokens from each row of probs [m, V] -> [m, count], −1 if no token with q > 0 is left.
 
     Without replacement, each drawn token's q is set to 0 before the next draw. This has the distribution of Gumbel
     top-k, and needs one cumulative sum per draw instead of V random numbers per row.
     """
-    draw_count, per_draw = (1, count) if replacement else (count, 1)
+    draw_count, tokens_per_draw = (1, sample_count) if replacement else (sample_count, 1)
     q = probs if draw_count == 1 else probs.clone()
-    drawn = []
+    sampled_tokens = []
     for i in range(draw_count):
-        uniforms = [generator.random() for _ in range(len(probs) * per_draw)]
-        numbers = torch.tensor(uniforms, dtype=torch.float64).view(len(probs), per_draw)
-        drawn.append(invert(q, numbers.to(probs.device, non_blocking=True)))  # [m, per_round]
+        uniforms = [generator.random() for _ in range(len(probs) * tokens_per_draw)]
+        uniform_rows = torch.tensor(uniforms, dtype=torch.float64).view(len(probs), tokens_per_draw)
+        sampled_tokens.append(invert(q, uniform_rows.to(probs.device, non_blocking=True)))  # [m, per_round]
         if i + 1 < draw_count:
-            q.scatter_(-1, drawn[-1].clamp(min=0), 0.0)  # an exhausted row is 0 already
-    return torch.cat(drawn, dim=-1)
+            q.scatter_(-1, sampled_tokens[-1].clamp(min=0), 0.0)  # an exhausted row is 0 already
+    return torch.cat(sampled_tokens, dim=-1)

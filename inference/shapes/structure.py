@@ -49,20 +49,20 @@ class Structure(ABC):
         """The most drafting steps of a round whose paths may have `limit` nodes."""
         return min(limit, self.max_depth, self.rule.max_draft)
 
-    def stops(self, drafted: int, tokens: Tensor, logits: Tensor, source: Source, row: int = 0) -> bool:
-        """Whether the rule ends the draft after a level of depth `drafted`.
+    def stops(self, depth: int, tokens: Tensor, logits: Tensor, source: Source, logits_row: int = 0) -> bool:
+        """Whether the rule ends the draft after a level of depth `depth`.
 
         tokens: of the level, which its first node represents. logits [n, V]: after the rows just fed. row: the one of
         these rows that predicted the first node (see `Step`).
         """
-        return self.rule.stop(Step(drafted, tokens[:1], logits[row : row + 1], source, row))
+        return self.rule.stop(Step(depth, tokens[:1], logits[logits_row : logits_row + 1], source, logits_row))
 
-    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        """Learn from a verified draft, given its `accepted` nodes."""
-        self.rule.observe(tree.depth, len(accepted))
+    def observe(self, tree: DraftTree, accepted_nodes: Sequence[int]) -> None:
+        """Learn from a verified draft, given its `accepted_nodes` nodes."""
+        self.rule.observe(tree.depth, len(accepted_nodes))
         self.totals[OBSERVED] += 1
 
-    def trials(self, tree: DraftTree, accepted: Sequence[int]) -> Trials:
+    def trials(self, tree: DraftTree, accepted_nodes: Sequence[int]) -> Trials:
         """The outcomes of a round from which "auto" learns; none if no size can be "auto"."""
         return iter(())
 

@@ -73,28 +73,28 @@ class TokenGraph:
         """p̂ of a node, or of the root."""
         return self.paths[node] if node >= 0 else 1.0
 
-    def suffix(self, node: int, tau: int) -> tuple[int, ...] | None:
+    def suffix(self, node: int, gram_length: int) -> tuple[int, ...] | None:
         """The τ-gram that ends at `node`, last token first, including the root's token; None if the path is shorter."""
-        if self.depths[node] + 1 < tau:
+        if self.depths[node] + 1 < gram_length:
             return None
         gram: list[int] = []
-        while len(gram) < tau:
+        while len(gram) < gram_length:
             gram.append(self.tokens[node] if node >= 0 else self.root_token)
             node = self.parents[node] if node >= 0 else ROOT
         return tuple(gram)
 
     def leads_to(self, start: int, node: int) -> bool:
         """Whether `node` can be reached from `start` along children and merges."""
-        seen, waiting = {node}, [node]
-        while waiting:
-            current = waiting.pop()
+        visited, stack = {node}, [node]
+        while stack:
+            current = stack.pop()
             if current == start:
                 return True
-            before = [redundant for redundant, first in self.merged.items() if first == current]
-            for previous in (self.parents[current], *before):
-                if previous >= 0 and previous not in seen:
-                    seen.add(previous)
-                    waiting.append(previous)
+            merged_nodes = [redundant for redundant, first_node in self.merged.items() if first_node == current]
+            for predecessor in (self.parents[current], *merged_nodes):
+                if predecessor >= 0 and predecessor not in visited:
+                    visited.add(predecessor)
+                    stack.append(predecessor)
         return False
 
 
@@ -118,17 +118,17 @@ class Graph(Tree):
         if self.steps(limit) < 1:
             return GraphTree(root[:0], (), ())
         graph = self.grow(source, root, limit)
-        drafted = len(graph.tokens)
+        drafted_count = len(graph.tokens)
         unmerge(graph, known_size(self.settings.nodes), limit if self.settings.deep_copies else 0)
         return GraphTree(
             torch.tensor(graph.tokens, dtype=torch.long, device=root.device),
             tuple(graph.parents),
             tuple(graph.rows),
-            drafted=drafted,
+            drafted=drafted_count,
             merged=graph.merged,
         )
 
-    def grow(self, source: Source, root: Tensor, limit: int) -> TokenGraph:
+    def grow(self, source: Source, root: Tensor, depth_limit: int) -> TokenGraph:
         """Grow the graph level by level until no node is left to extend (GSD §4.2, §5.2, §5.3), or the rule stops it.
 
         A stop lowers the graph's limit. There is one transfer per level.
@@ -142,8 +142,8 @@ class Graph(Tree):
         as sharing is free. tau=0 merges nothing. A level that exceeds the node budget keeps its nodes with the largest
         p̂.
         """
-        to_probs, budget = self.ranking(source), known_size(self.settings.nodes)
-        graph = TokenGraph(0, self.steps(limit))
+        to_probs, node_budget = self.ranking(source), known_size(self.settings.nodes)
+        graph = TokenGraph(0, self.steps(depth_limit))
         first_nodes: dict[tuple[int, ...], int] = {}  # the first extended node that ends each τ-gram
         fed_nodes, tokens, parent_rows, rows = [ROOT], root, [ROOT], range(0)
         for depth in range(1, graph.limit + 1):
@@ -153,20 +153,20 @@ class Graph(Tree):
             top_packed = torch.cat([top.values.float(), top.indices.float()], dim=-1)  # token ids below 2^24 are exact
             if depth == 1:
                 top_packed = torch.cat([top_packed, root[None].float()], dim=-1)
-            lines: list[list[float]] = top_packed.tolist()  # of each fed node: k values of q, k tokens
+            top_rows: list[list[float]] = top_packed.tolist()  # of each fed node: k values of q, k tokens
             if depth == 1:
-                graph.root_token = int(lines[0].pop())
+                graph.root_token = int(top_rows[0].pop())
             else:
                 for node, row in zip(fed_nodes, rows, strict=True):
                     graph.rows[node] = row
-            level = _add_children(graph, fed_nodes, lines, budget)
-            first_children = [graph.path_prob(node) * line[0] for node, line in zip(fed_nodes, lines, strict=True)]
-            best = first_children.index(max(first_children))
-            if self.stops(depth, top.indices[best], logits, source, best):
+            nodes_with_max = _add_children(graph, fed_nodes, top_rows, node_budget)
+            best_probs = [graph.path_prob(node) * top_row[0] for node, top_row in zip(fed_nodes, top_rows, strict=True)]
+            best_index = best_probs.index(max(best_probs))
+            if self.stops(depth, top.indices[best_index], logits, source, best_index):
                 graph.limit = depth
-            if depth == graph.limit or len(graph.tokens) >= budget:
+            if depth == graph.limit or len(graph.tokens) >= node_budget:
                 break
-            fed_nodes = self._select_extended(graph, level, first_nodes)
+            fed_nodes = self._select_extended(graph, nodes_with_max, first_nodes)
             if not fed_nodes:
                 break
             tokens = torch.tensor([graph.tokens[node] for node in fed_nodes], device=root.device)
@@ -175,72 +175,72 @@ class Graph(Tree):
         return graph
 
     def _select_extended(
-        self, graph: TokenGraph, level: Sequence[tuple[int, float]], first_nodes: dict[tuple[int, ...], int]
+        self, graph: TokenGraph, nodes_with_max: Sequence[tuple[int, float]], node_by_gram: dict[tuple[int, ...], int]
     ) -> list[int]:
         """The nodes of a level that get children; τ-redundant ones are merged instead (see `grow`).
 
         level: each node, and the largest q among its siblings. first_nodes: the first extended node by τ-gram, to which
         those of this level are added.
         """
-        settings, extended = self.settings, list[int]()
-        for node, largest in level:
+        settings, extended_nodes = self.settings, list[int]()
+        for node, sibling_max in nodes_with_max:
             gram = graph.suffix(node, settings.tau) if settings.tau else None
-            first = first_nodes.get(gram) if gram is not None else None
-            if first is not None and not graph.leads_to(first, node):
-                graph.merged[node] = first
-            elif graph.probs[node] >= max(settings.theta_prob, settings.theta_sibling * largest):
-                extended.append(node)
+            first_node = node_by_gram.get(gram) if gram is not None else None
+            if first_node is not None and not graph.leads_to(first_node, node):
+                graph.merged[node] = first_node
+            elif graph.probs[node] >= max(settings.theta_prob, settings.theta_sibling * sibling_max):
+                extended_nodes.append(node)
                 if gram is not None:
-                    first_nodes.setdefault(gram, node)
-        return extended
+                    node_by_gram.setdefault(gram, node)
+        return extended_nodes
 
-    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+    def observe(self, tree: DraftTree, accepted_nodes: Sequence[int]) -> None:
         assert isinstance(tree, GraphTree)
-        super().observe(tree, accepted)
+        super().observe(tree, accepted_nodes)
         self.totals["drafted_by_source"] += tree.drafted
-        self.totals["graph_success"] += any(node >= tree.drafted for node in accepted)
+        self.totals["graph_success"] += any(node >= tree.drafted for node in accepted_nodes)
 
 
 def _add_children(
-    graph: TokenGraph, nodes: Sequence[int], lines: Sequence[Sequence[float]], node_budget: int
+    graph: TokenGraph, fed_nodes: Sequence[int], top_rows: Sequence[Sequence[float]], node_budget: int
 ) -> list[tuple[int, float]]:
-    """Add the children of `nodes`, a level; returns each child, and the largest q among its siblings.
+    """Add the children of `fed_nodes`, a level; returns each child, and the largest q among its siblings.
 
     lines: for each node, k values of q, descending, and their k tokens. A level that exceeds the budget keeps its nodes
     with the largest p̂.
     """
-    candidates = []  # (p̂, parent, token, q, largest)
-    for parent, line in zip(nodes, lines, strict=True):
-        k, parent_prob = len(line) // 2, graph.path_prob(parent)
-        for prob, token in zip(line[:k], line[k:], strict=True):
+    candidates = []  # (p̂, parent, token, q, sibling_max)
+    for parent, top_row in zip(fed_nodes, top_rows, strict=True):
+        k, parent_prob = len(top_row) // 2, graph.path_prob(parent)
+        for prob, token in zip(top_row[:k], top_row[k:], strict=True):
             if prob > 0:
-                candidates.append((parent_prob * prob, parent, int(token), prob, line[0]))
-    free = node_budget - len(graph.tokens)
-    if len(candidates) > free:
-        order = sorted(range(len(candidates)), key=lambda i: -candidates[i][0])[:free]
-        candidates = [candidates[i] for i in sorted(order)]
-    return [(graph.add(token, parent, prob), largest) for _, parent, token, prob, largest in candidates]
+                candidates.append((parent_prob * prob, parent, int(token), prob, top_row[0]))
+    free_slots = node_budget - len(graph.tokens)
+    if len(candidates) > free_slots:
+        best_indices = sorted(range(len(candidates)), key=lambda i: -candidates[i][0])[:free_slots]
+        candidates = [candidates[i] for i in sorted(best_indices)]
+    return [(graph.add(token, parent, prob), sibling_max) for _, parent, token, prob, sibling_max in candidates]
 
 
-def unmerge(graph: TokenGraph, node_budget: int, longest: int = 0) -> None:
+def unmerge(graph: TokenGraph, node_budget: int, max_depth: int = 0) -> None:
     """Turn the graph into a tree: below every merged node, copy the subtree of its first occurrence (GSD §5.4).
 
     A copy keeps the q of its original. Copies are added by descending p̂ up to `node_budget` nodes in total, and no path
-    exceeds `longest`, or else the graph's limit. Copies have no row, since they were never fed to the source.
+    exceeds `max_depth`, or else the graph's limit. Copies have no row, since they were never fed to the source.
     """
-    originals = [graph.children[graph.merged.get(node, node)] for node in range(len(graph.tokens))]
-    waiting: list[tuple[float, int, int, int]] = []  # (−p̂, tie-break, parent, node to copy)
+    children_by_node = [graph.children[graph.merged.get(node, node)] for node in range(len(graph.tokens))]
+    heap: list[tuple[float, int, int, int]] = []  # (−p̂, tie-break, parent, node to copy)
     pushed = 0
 
-    def push(parent: int, copied: int) -> None:
+    def push(parent: int, copied_node: int) -> None:
         nonlocal pushed
-        if graph.depths[parent] < (longest or graph.limit):
-            for child in originals[copied]:
-                heapq.heappush(waiting, (-graph.paths[parent] * graph.probs[child], pushed, parent, child))
+        if graph.depths[parent] < (max_depth or graph.limit):
+            for child in children_by_node[copied_node]:
+                heapq.heappush(heap, (-graph.paths[parent] * graph.probs[child], pushed, parent, child))
                 pushed += 1
 
     for node in graph.merged:
         push(node, node)
-    while waiting and len(graph.tokens) < node_budget:
-        _, _, parent, copied = heapq.heappop(waiting)
-        push(graph.add(graph.tokens[copied], parent, graph.probs[copied]), copied)
+    while heap and len(graph.tokens) < node_budget:
+        _, _, parent, original_node = heapq.heappop(heap)
+        push(graph.add(graph.tokens[original_node], parent, graph.probs[original_node]), original_node)

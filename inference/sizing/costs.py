@@ -8,7 +8,7 @@ from functools import cached_property
 from outrider.inference.settings import MOST_NODES
 
 WIDEST = MOST_NODES + 1  # rows of one pass: the root and the draft
-SHOWN = (1, 2, 4, 8, 16, 32, 64)  # the widths that a report lists and that a padding runtime pads to
+WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # the widths that a report lists and that a padding runtime pads to
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Costs:
     autoregressive: float  # one token of autoregressive decoding
     unshared: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
-    def of_one(self, texts: int) -> "Costs":
+    def shared_by(self, texts: int) -> "Costs":
         """The costs of one of `texts` texts that share their passes: its part of passes over all rows, and `unshared`.
 
         All texts are taken to have equally many rows. So a draft is worth less in a batch, where a wide pass costs more
@@ -33,30 +33,30 @@ class Costs:
         """
         widths = [*map(float, range(len(self.verify)))]
 
-        def part(curve: tuple[float, ...], unshared: float) -> tuple[float, ...]:
-            passes = [_interpolate(widths, [*curve], texts * width) - unshared for width in widths]
-            return tuple(seconds / texts + unshared for seconds in passes)
+        def part(cost_curve: tuple[float, ...], unshared_seconds: float) -> tuple[float, ...]:
+            pass_seconds = [_interpolate(widths, [*cost_curve], texts * width) - unshared_seconds for width in widths]
+            return tuple(seconds / texts + unshared_seconds for seconds in pass_seconds)
 
-        verify, (_, unshared, overhead) = part(self.verify, self.unshared[1]), self.unshared
-        shared = (verify[1] - unshared) / (self.verify[1] - unshared) if self.verify[1] > unshared else 1.0
-        autoregressive = (self.autoregressive - overhead) * shared + overhead
+        verify, (_, unshared, plain_unshared) = part(self.verify, self.unshared[1]), self.unshared
+        cost_ratio = (verify[1] - unshared) / (self.verify[1] - unshared) if self.verify[1] > unshared else 1.0
+        autoregressive = (self.autoregressive - plain_unshared) * cost_ratio + plain_unshared
         return Costs(part(self.step, self.unshared[0]), verify, self.overhead, autoregressive, self.unshared)
 
     @cached_property
-    def of_nodes(self) -> tuple[float, ...]:
+    def round_seconds(self) -> tuple[float, ...]:
         """Seconds of rounds with 0 … `MOST_NODES` nodes that one step drafts."""
-        passes = zip(self.step, self.verify[1:], strict=False)
-        return tuple(step + verify + self.overhead for step, verify in passes)
+        curve_pairs = zip(self.step, self.verify[1:], strict=False)
+        return tuple(step_seconds + verify_seconds + self.overhead for step_seconds, verify_seconds in curve_pairs)
 
-    def of_chain(self, draft_tokens: int) -> float:
+    def chain_seconds(self, draft_tokens: int) -> float:
         """Seconds of a round with a chain of so many tokens."""
         return draft_tokens * self.step[1] + self.verify[draft_tokens + 1] + self.overhead
 
     def summary(self) -> dict[str, float | dict[str, float]]:
         """The curves at a few widths, for a report."""
         return {
-            "draft_step": {str(width): self.step[width] for width in SHOWN},
-            "target_pass": {str(width): self.verify[width] for width in SHOWN},
+            "draft_step": {str(width): self.step[width] for width in WIDTHS},
+            "target_pass": {str(width): self.verify[width] for width in WIDTHS},
             "rest_of_round": self.overhead,
             "autoregressive_step": self.autoregressive,
         }
@@ -76,11 +76,11 @@ def curve(samples: Iterable[tuple[int, float]], *, padded: bool = False) -> tupl
         pools.setdefault((width - 1).bit_length(), []).append((width, seconds))
     if not pools:
         raise ValueError("no samples to draw a curve through")
-    means = [statistics.fmean(width for width, _ in pool) for _, pool in sorted(pools.items())]
-    widths = [2.0**power for power in sorted(pools)] if padded else means
-    levels = _average_falling([typical([seconds for _, seconds in pool]) for _, pool in sorted(pools.items())])
+    mean_widths = [statistics.fmean(width for width, _ in pool) for _, pool in sorted(pools.items())]
+    knot_widths = [2.0**power for power in sorted(pools)] if padded else mean_widths
+    pool_seconds = _average_falling([typical([seconds for _, seconds in pool]) for _, pool in sorted(pools.items())])
     pass_widths = [1 << (width - 1).bit_length() if padded and width else width for width in range(WIDEST + 1)]
-    return tuple(_interpolate(widths, levels, width) for width in pass_widths)
+    return tuple(_interpolate(knot_widths, pool_seconds, width) for width in pass_widths)
 
 
 def typical(seconds: Sequence[float]) -> float:
@@ -100,20 +100,20 @@ def _average_falling(values: Sequence[float]) -> list[float]:
     return [mean for mean, run_length in runs for _ in range(run_length)]
 
 
-def _interpolate(widths: list[float], levels: list[float], width: float) -> float:
+def _interpolate(widths: list[float], seconds: list[float], width: float) -> float:
     """The level at `width` of the line through the points (widths, levels), which goes on as in `curve`."""
     if width <= widths[0] or len(widths) == 1:
-        return levels[0]
+        return seconds[0]
     knot_index = next((i for i, knot in enumerate(widths) if knot >= width), len(widths) - 1)
-    slope = (levels[knot_index] - levels[knot_index - 1]) / (widths[knot_index] - widths[knot_index - 1])
-    return levels[knot_index] + slope * (width - widths[knot_index])
+    slope = (seconds[knot_index] - seconds[knot_index - 1]) / (widths[knot_index] - widths[knot_index - 1])
+    return seconds[knot_index] + slope * (width - widths[knot_index])
 
 
-LOSS = 0.02  # share of plain decoding's rate
+MAX_LOSS = 0.02  # share of plain decoding's rate
 # Rounds that the running rate averages over: each round reduces the weight of earlier ones by 1 / MEMORY. A useful
 # drafter is sometimes wrong several times in a row: with 33, two such rounds exceeded the allowance.
 MEMORY = 100
-TRIALS = 0.01  # share of plain decoding's time that may be spent on drafts that are not expected to pay
+TRIAL_SHARE = 0.01  # share of plain decoding's time that may be spent on drafts that are not expected to pay
 
 Sharing = Callable[[], tuple[int, int]]  # the number of texts that share passes now, and the number of their round
 
@@ -122,7 +122,7 @@ class Allowance:
     """Skips drafting in rounds where drafts do not pay; one for all texts of a batch, else one for each generation.
 
     A draft pays if more tokens are expected of it than plain decoding gives in the same time: its *gain*, in tokens, is
-    above 0. Others are made as trials, whose expected losses are at most `TRIALS` of all tokens.
+    above 0. Others are made as trials, whose expected losses are at most `TRIAL_SHARE` of all tokens.
 
     Expectations can be wrong. So the running rate, tokens per time that plain decoding takes for one by the measured
     costs, starts at 1. While it is more than `loss` below 1, rounds skip drafting. Such rounds are plain decoding and
@@ -134,62 +134,62 @@ class Allowance:
     trials and of right ones by index (see `Tuning`), of all these texts.
     """
 
-    def __init__(self, costs: Costs, loss: float = LOSS, sharing: Sharing = lambda: (1, 0)):
+    def __init__(self, costs: Costs, loss: float = MAX_LOSS, sharing: Sharing = lambda: (1, 0)):
         self._by_texts, self._loss, self.sharing = {1: costs}, loss, sharing
-        self._emitted = self._spent = float(MEMORY)
+        self._emitted = self._plain_times = float(MEMORY)
         self._credit = 1.0  # tokens that trials may lose: at first those of one, as texts differ from the measured one
-        self._gain, self._round, self._open = 0.0, -1, True  # of all texts: see `opens_round`
+        self._gain, self._round, self._round_drafts = 0.0, -1, True  # of all texts: see `opens_round`
         self.trials: tuple[list[float], list[float]] = ([], [])
 
     @property
     def costs(self) -> Costs:
         """The costs of one of the texts that share passes now."""
-        texts = self.sharing()[0]
-        if texts not in self._by_texts:
-            self._by_texts[texts] = self._by_texts[1].of_one(texts)
-        return self._by_texts[texts]
+        text_count = self.sharing()[0]
+        if text_count not in self._by_texts:
+            self._by_texts[text_count] = self._by_texts[1].shared_by(text_count)
+        return self._by_texts[text_count]
 
     @property
     def rate(self) -> float:
         """The running rate so far, over plain decoding's."""
-        return self._emitted / self._spent
+        return self._emitted / self._plain_times
 
-    def is_spent(self) -> bool:
+    def blocks_drafts(self) -> bool:
         """Whether no round drafts."""
         return self.rate < 1 - self._loss
 
-    def takes_trial(self, loss: float) -> bool:
+    def takes_trial(self, token_loss: float) -> bool:
         """Whether to make a draft that is expected to lose so many tokens."""
-        tried = self._credit >= loss
-        self._credit -= loss * tried
-        return tried
+        is_affordable = self._credit >= token_loss
+        self._credit -= token_loss * is_affordable
+        return is_affordable
 
     def opens_round(self, gain: float | None) -> bool:
         """Whether a text drafts in this round, by passes that texts share: all of them or none.
 
         gain: of the draft that its evidence recommends; None: unknown, and taken to pay.
         """
-        texts, number = self.sharing()
+        texts, round_number = self.sharing()
         self._gain += ((1.0 if gain is None else gain) - self._gain) / texts  # the mean of about the last `texts` gains
-        if texts == 1 or number != self._round:
-            self._round = number
-            self._open = not self.is_spent() and (self._gain > 0 or self.takes_trial(-self._gain * texts))
-        return self._open
+        if texts == 1 or round_number != self._round:
+            self._round = round_number
+            self._round_drafts = not self.blocks_drafts() and (self._gain > 0 or self.takes_trial(-self._gain * texts))
+        return self._round_drafts
 
-    def _seconds(self, fed: Sequence[int], submitted: int) -> float:
+    def _seconds(self, rows_per_pass: Sequence[int], submit_count: int) -> float:
         """Of a round with a draft, in plain decoding's of a token."""
         costs = self.costs
-        drafting = sum(costs.step[min(rows, WIDEST)] for rows in fed)
-        return (drafting + costs.verify[min(submitted + 1, WIDEST)] + costs.overhead) / costs.autoregressive
+        draft_seconds = sum(costs.step[min(row_count, WIDEST)] for row_count in rows_per_pass)
+        return (draft_seconds + costs.verify[min(submit_count + 1, WIDEST)] + costs.overhead) / costs.autoregressive
 
-    def observe(self, fed: list[int], submitted: int, emitted: int) -> None:
+    def observe(self, rows_per_pass: list[int], submit_count: int, emit_count: int) -> None:
         """Learn from a round.
 
         fed: rows of each drafter pass, empty if drafting was skipped; submitted: drafted tokens that were verified;
         emitted: tokens that the round produced.
         """
-        texts, spent = self.sharing()[0], self._seconds(fed, submitted) if fed else 1.0
-        decay = 1 - 1 / (MEMORY * texts)
-        self._emitted = decay * self._emitted + emitted
-        self._spent = decay * self._spent + spent
-        self._credit = 0.0 if self.is_spent() else min(self._credit + TRIALS, float(texts))
+        text_count, time_ratio = self.sharing()[0], self._seconds(rows_per_pass, submit_count) if rows_per_pass else 1.0
+        decay = 1 - 1 / (MEMORY * text_count)
+        self._emitted = decay * self._emitted + emit_count
+        self._plain_times = decay * self._plain_times + time_ratio
+        self._credit = 0.0 if self.blocks_drafts() else min(self._credit + TRIAL_SHARE, float(text_count))

@@ -16,7 +16,7 @@ import numpy as np
 
 from outrider.inference.core.drafter import CHOSEN
 from outrider.inference.settings import MOST_NODES
-from outrider.inference.sizing.costs import LOSS
+from outrider.inference.sizing.costs import MAX_LOSS
 from outrider.inference.sizing.policy import (
     BANDS,
     TREE_NEIGHBOUR,
@@ -29,7 +29,7 @@ from outrider.inference.sizing.policy import (
     trials_by_band,
 )
 
-_TRIAL = 2  # nodes at most of a draft that is not expected to pay
+_TRIAL_NODES = 2  # nodes at most of a draft that is not expected to pay
 PATIENCE = 4  # rounds without a draft after which only one of so many begins with a search
 SEARCH_SIZES = (8, 16, 32, MOST_NODES)  # sizes of a search, in nodes
 
@@ -44,7 +44,7 @@ class BestNodes:
     max_nodes = MOST_NODES
 
     def __init__(
-        self, tuning: Tuning, *, prior: float = TREE_OWN, neighbour: float = TREE_NEIGHBOUR, loss: float = LOSS
+        self, tuning: Tuning, *, prior: float = TREE_OWN, neighbour: float = TREE_NEIGHBOUR, loss: float = MAX_LOSS
     ):
         self._tuning, self._allowance = tuning, tuning.allowance(loss)
         self._evidence = Evidence(BANDS, tuning, prior=prior, neighbour=neighbour, start=1.0)
@@ -55,46 +55,46 @@ class BestNodes:
         """The smallest search that finds more nodes than the last choice, to limit wasted work; 0: there is none."""
         self._rounds_without_draft = 0 if self._last_count else self._rounds_without_draft + 1
         in_batch = self._tuning.costs_now is not self._tuning.costs
-        waits = self._rounds_without_draft > PATIENCE and self._rounds_without_draft % PATIENCE > 0
-        if self._allowance.is_spent() or (in_batch and waits):
+        skips_search = self._rounds_without_draft > PATIENCE and self._rounds_without_draft % PATIENCE > 0
+        if self._allowance.blocks_drafts() or (in_batch and skips_search):
             return 0
         return next((size for size in SEARCH_SIZES if size > self._last_count), MOST_NODES)
 
-    def count(self, parents: np.ndarray, probs: np.ndarray) -> int:
-        count, trial = 0, min(_TRIAL, len(parents))
-        if trial and not self._allowance.is_spent():
-            seconds = self._tuning.costs_now.of_nodes
-            worths = worths_of(parents, probs, self._evidence.shares())
-            count, _ = best_prefix(worths, seconds[1:], 1 / seconds[0])
-            if not count:
-                loss = seconds[trial] / seconds[0] - 1.0 - sum(worths[:trial])
-                count = trial if self._allowance.takes_trial(loss) else 0
-        self._last_count = count
-        self.totals[f"{CHOSEN}nodes={count}"] += 1
-        return count
+    def count(self, parents: np.ndarray, path_probs: np.ndarray) -> int:
+        node_count, trial_size = 0, min(_TRIAL_NODES, len(parents))
+        if trial_size and not self._allowance.blocks_drafts():
+            round_seconds = self._tuning.costs_now.round_seconds
+            worths = worths_of(parents, path_probs, self._evidence.shares())
+            node_count, _ = best_prefix(worths, round_seconds[1:], 1 / round_seconds[0])
+            if not node_count:
+                token_loss = round_seconds[trial_size] / round_seconds[0] - 1.0 - sum(worths[:trial_size])
+                node_count = trial_size if self._allowance.takes_trial(token_loss) else 0
+        self._last_count = node_count
+        self.totals[f"{CHOSEN}nodes={node_count}"] += 1
+        return node_count
 
-    def observe(self, parents: np.ndarray, probs: np.ndarray, accepted: Sequence[int]) -> None:
-        nodes = len(parents)
-        self._allowance.observe([nodes] * (nodes > 0), nodes, len(accepted) + 1)
-        self._evidence.add(trials_of(parents, probs, accepted))
-
-
-def trials_of(parents: np.ndarray, probs: np.ndarray, accepted: Sequence[int]) -> Trials:
-    """`trials_by_band` of a draft with the path probabilities `probs` [n]."""
-    return trials_by_band(parents.tolist(), branch_probs(parents, probs), accepted)
+    def observe(self, parents: np.ndarray, path_probs: np.ndarray, accepted_nodes: Sequence[int]) -> None:
+        node_count = len(parents)
+        self._allowance.observe([node_count] * (node_count > 0), node_count, len(accepted_nodes) + 1)
+        self._evidence.add(trials_of(parents, path_probs, accepted_nodes))
 
 
-def branch_probs(parents: np.ndarray, probs: np.ndarray) -> list[float]:
+def trials_of(parents: np.ndarray, path_probs: np.ndarray, accepted_nodes: Sequence[int]) -> Trials:
+    """`trials_by_band` of a draft with the path probabilities `path_probs` [n]."""
+    return trials_by_band(parents.tolist(), branch_probs(parents, path_probs), accepted_nodes)
+
+
+def branch_probs(parents: np.ndarray, node_path_probs: np.ndarray) -> list[float]:
     """Each node's q given its parent, from path probabilities; 0 if the parent's underflows to 0 in float64."""
-    paths = [*probs.tolist(), 1.0]  # the root, whose number is −1, is the last
-    pairs = zip(paths, parents.tolist(), strict=False)
-    return [path / paths[parent] if paths[parent] > 0 else 0.0 for path, parent in pairs]
+    path_probs = [*node_path_probs.tolist(), 1.0]  # the root, whose number is −1, is the last
+    pairs = zip(path_probs, parents.tolist(), strict=False)
+    return [path_prob / path_probs[parent] if path_probs[parent] > 0 else 0.0 for path_prob, parent in pairs]
 
 
-def worths_of(parents: np.ndarray, probs: np.ndarray, trust: Sequence[float]) -> list[float]:
+def worths_of(parents: np.ndarray, path_probs: np.ndarray, band_reliability: Sequence[float]) -> list[float]:
     """The expected accepted tokens of each node. trust: by band of q, how often a token is right for each q of it."""
     worths: list[float] = []
-    for parent, q in zip(parents.tolist(), branch_probs(parents, probs), strict=True):
-        above = worths[parent] if parent >= 0 else 1.0
-        worths.append(above * min(1.0, q * trust[band(q)]))
+    for parent, q in zip(parents.tolist(), branch_probs(parents, path_probs), strict=True):
+        parent_worth = worths[parent] if parent >= 0 else 1.0
+        worths.append(parent_worth * min(1.0, q * band_reliability[band(q)]))
     return worths

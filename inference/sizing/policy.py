@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from outrider.inference.core.tree import ROOT, OptimalTree
 from outrider.inference.settings import LONGEST_CHAIN, MOST_NODES
-from outrider.inference.sizing.costs import LOSS, TRIALS, Allowance, Costs, Sharing
+from outrider.inference.sizing.costs import MAX_LOSS, TRIAL_SHARE, Allowance, Costs, Sharing
 
 DEEPEST = 16  # a limit of "auto", with MOST_NODES and LONGEST_CHAIN
 # Weights, in trials, of the prior and of the previous index's estimate. The acceptance of a chain depends on the text;
@@ -28,10 +28,10 @@ OWN, NEIGHBOUR = 1.0, 10.0
 TREE_OWN, TREE_NEIGHBOUR = 10.0, 4.0
 BANDS = 14  # of q, two to an octave
 _LOWER_BOUNDS = [2.0 ** (-index / 2) for index in range(BANDS - 1, 0, -1)]  # of all bands but the last, ascending
-SPARE, FEWEST, RECENT = 2, 4, 16  # see `TreeSizes`
+SPARE, MIN_NODES, WINDOW = 2, 4, 16  # see `TreeSizes`
 INDICES = max(LONGEST_CHAIN, BANDS)  # most indices of trials
 TUNED_TOKENS = 192  # maximum length of a generation that is measured for a `Tuning`
-KEEP = 0.97  # factor on the weight of old trials per round: text has easy and hard stretches
+DECAY = 0.97  # factor on the weight of old trials per round: text has easy and hard stretches
 
 Trials = Iterator[tuple[int, float, float]]  # index, number of trials, number of right ones
 
@@ -45,8 +45,8 @@ class Tuning:
     """
 
     costs: Costs
-    tried: tuple[float, ...] = ()  # trials by index
-    right: tuple[float, ...] = ()  # right ones of them by index
+    trials: tuple[float, ...] = ()  # trials by index
+    hits: tuple[float, ...] = ()  # right ones of them by index
     shared: Callable[[], Allowance] | None = None  # of all texts of a batch, whose number decides what passes cost
 
     @property
@@ -56,11 +56,11 @@ class Tuning:
 
     def of_all(self, sharing: Sharing) -> "Tuning":
         """For texts that share passes: one allowance and one prior for all of them, and costs by their number."""
-        allowance = Allowance(self.costs, TRIALS, sharing)
-        allowance.trials = [*self.tried], [*self.right]
+        allowance = Allowance(self.costs, TRIAL_SHARE, sharing)
+        allowance.trials = [*self.trials], [*self.hits]
         return replace(self, shared=lambda: allowance)
 
-    def allowance(self, loss: float = LOSS) -> Allowance:
+    def allowance(self, loss: float = MAX_LOSS) -> Allowance:
         """The batch's, else a new one."""
         return Allowance(self.costs, loss) if self.shared is None else self.shared()
 
@@ -76,49 +76,49 @@ class Evidence:
     def __init__(
         self, index_count: int, tuning: Tuning, *, prior: float = OWN, neighbour: float = NEIGHBOUR, start: float = 0.5
     ):
-        self.tried, self.right = [0.0] * index_count, [0.0] * index_count
+        self.trials, self.hits = [0.0] * index_count, [0.0] * index_count
         self._weights, self._neighbour, self._start = [prior] * index_count, neighbour, [start] * index_count
         self._shared = tuning.shared is not None
-        self._prior_trials = tuning.shared().trials if tuning.shared else ([*tuning.tried], [*tuning.right])
+        self._prior_trials = tuning.shared().trials if tuning.shared else ([*tuning.trials], [*tuning.hits])
         for counts in self._prior_trials:
             counts += [0.0] * (index_count - len(counts))
 
     def add(self, trials: Trials) -> None:
         outcomes = [*trials]
-        for tried, right in [(self.tried, self.right), *([self._prior_trials] if outcomes and self._shared else ())]:
-            tried[:], right[:] = [KEEP * count for count in tried], [KEEP * count for count in right]
-            for index, number, hits in outcomes:
-                tried[index] += number
-                right[index] += hits
+        for tried, right in [(self.trials, self.hits), *([self._prior_trials] if outcomes and self._shared else ())]:
+            tried[:], right[:] = [DECAY * count for count in tried], [DECAY * count for count in right]
+            for index, trial_count, right_count in outcomes:
+                tried[index] += trial_count
+                right[index] += right_count
 
     def shares(self) -> list[float]:
         """The estimate for every index."""
         start_weights = [1.0] + [0.0] * (len(self._start) - 1)  # one trial at `start`, of the first index alone
-        prior = self._smooth(*self._prior_trials, self._start, start_weights)
-        return self._smooth(self.tried, self.right, prior, self._weights)
+        prior_shares = self._smooth(*self._prior_trials, self._start, start_weights)
+        return self._smooth(self.trials, self.hits, prior_shares, self._weights)
 
     def _smooth(
-        self, tried: Sequence[float], right: Sequence[float], prior: Sequence[float], weights: Sequence[float]
+        self, tried: Sequence[float], right: Sequence[float], prior_shares: Sequence[float], weights: Sequence[float]
     ) -> list[float]:
         estimates: list[float] = []
-        for trials, hits, base, weight in zip(tried, right, prior, weights, strict=False):
-            neighbour, previous = (self._neighbour, estimates[-1]) if estimates else (0.0, 0.0)
-            estimates.append((hits + weight * base + neighbour * previous) / (trials + weight + neighbour))
+        for trials, hits, prior_share, weight in zip(tried, right, prior_shares, weights, strict=False):
+            last_weight, last_share = (self._neighbour, estimates[-1]) if estimates else (0.0, 0.0)
+            estimates.append((hits + weight * prior_share + last_weight * last_share) / (trials + weight + last_weight))
         return estimates
 
 
-def best_prefix(worths: Iterable[float], seconds: Iterable[float], rate: float = 0.0) -> tuple[int, float]:
+def best_prefix(worths: Iterable[float], round_seconds: Iterable[float], best_rate: float = 0.0) -> tuple[int, float]:
     """How many of the tokens to submit for the most tokens per second, and that rate.
 
     worths: of each token, the expected accepted ones. seconds: of rounds that submit 1, 2, … tokens. rate: the tokens
     per second to exceed, else none is submitted.
     """
-    count, emitted = 0, 1.0
-    for tokens, (worth, duration) in enumerate(zip(worths, seconds, strict=False), start=1):
-        emitted += worth
-        if emitted / duration > rate:
-            count, rate = tokens, emitted / duration
-    return count, rate
+    best_count, expected_tokens = 0, 1.0
+    for token_count, (worth, duration) in enumerate(zip(worths, round_seconds, strict=False), start=1):
+        expected_tokens += worth
+        if expected_tokens / duration > best_rate:
+            best_count, best_rate = token_count, expected_tokens / duration
+    return best_count, best_rate
 
 
 def best_length(acceptance: Sequence[float], costs: Costs) -> tuple[int, float]:
@@ -126,12 +126,12 @@ def best_length(acceptance: Sequence[float], costs: Costs) -> tuple[int, float]:
 
     shares[k]: how often token k + 1 is right if all earlier ones are.
     """
-    return best_prefix(itertools.accumulate(acceptance, operator.mul), map(costs.of_chain, itertools.count(1)))
+    return best_prefix(itertools.accumulate(acceptance, operator.mul), map(costs.chain_seconds, itertools.count(1)))
 
 
-def trials_in_chain(drafted: int, accepted: int) -> Trials:
+def trials_in_chain(draft_length: int, accepted_count: int) -> Trials:
     """One trial per tested position; positions after a wrong token are not tested."""
-    return ((index, 1.0, index < accepted) for index in range(min(accepted + 1, drafted)))
+    return ((index, 1.0, index < accepted_count) for index in range(min(accepted_count + 1, draft_length)))
 
 
 class TreeSizes:
@@ -140,29 +140,29 @@ class TreeSizes:
     nodes, depth: given numbers; None: chosen here.
 
     Every candidate node costs time, and most are too unlikely to be submitted. So a round considers `SPARE` times the
-    nodes of the largest tree in the last `RECENT` rounds.
+    nodes of the largest tree in the last `WINDOW` rounds.
     """
 
     def __init__(self, tuning: Tuning, nodes: int | None, depth: int | None):
         self._tuning = tuning
         self.nodes, self.depth = nodes, depth
         self.max_nodes, self.max_depth = nodes or MOST_NODES, depth or DEEPEST
-        self._submitted = deque([self.max_nodes], RECENT)
+        self._submitted = deque([self.max_nodes], WINDOW)
         self._evidence = Evidence(BANDS, tuning, prior=TREE_OWN, neighbour=TREE_NEIGHBOUR, start=1.0)
 
     def begin(self) -> "TreeGrowth":
         """The choices of one round."""
-        likely = SPARE * max(FEWEST, *self._submitted) if self.nodes is None else self.nodes
-        return TreeGrowth(self, self._evidence.shares(), min(likely, self.max_nodes), self._tuning.costs_now)
+        node_count = SPARE * max(MIN_NODES, *self._submitted) if self.nodes is None else self.nodes
+        return TreeGrowth(self, self._evidence.shares(), min(node_count, self.max_nodes), self._tuning.costs_now)
 
-    def observe(self, tree: OptimalTree, accepted: Sequence[int]) -> None:
-        self._evidence.add(trials_by_band(tree.parents, tree.branch_probs, accepted))
+    def observe(self, tree: OptimalTree, accepted_nodes: Sequence[int]) -> None:
+        self._evidence.add(trials_by_band(tree.parents, tree.branch_probs, accepted_nodes))
         self._submitted.append(len(tree))
 
     def describe(self, tree: OptimalTree) -> list[str]:
         """The sizes chosen for `tree`, for the report."""
-        nodes = [f"nodes={len(tree)}"] if self.nodes is None else []
-        return nodes + ([f"max_depth={len(tree.masses)}"] if self.depth is None else [])
+        labels = [f"nodes={len(tree)}"] if self.nodes is None else []
+        return labels + ([f"max_depth={len(tree.masses)}"] if self.depth is None else [])
 
 
 def band(q: float) -> int:
@@ -170,13 +170,13 @@ def band(q: float) -> int:
     return BANDS - 1 - bisect_left(_LOWER_BOUNDS, q)
 
 
-def trials_by_band(parents: Sequence[int], branch_probs: Sequence[float], accepted: Sequence[int]) -> Trials:
+def trials_by_band(parents: Sequence[int], branch_probs: Sequence[float], accepted_nodes: Sequence[int]) -> Trials:
     """One entry of q trials per candidate at nodes on the target's path: a calibrated q is right that often.
 
     branch_probs: q of every node given its parent. Example: the root has two candidates with q = 0.8 and 0.2, and the
     second is accepted. Then band 0 has 0.8 trials, none right, and band 4 has 0.2 trials, one right.
     """
-    target_path = {ROOT, *accepted}
+    target_path = {ROOT, *accepted_nodes}
     for node, (parent, q) in enumerate(zip(parents, branch_probs, strict=True)):
         if parent in target_path:
             yield band(q), q, node in target_path
@@ -198,9 +198,9 @@ class TreeGrowth:
         self._worths: list[list[float]] = []  # of the nodes of every level
 
     def after_level(
-        self, fed: int, branch_probs: Sequence[float], parents: Sequence[int], best: Sequence[tuple[float, int]]
+        self, fed_count: int, branch_probs: Sequence[float], parents: Sequence[int], best: Sequence[tuple[float, int]]
     ) -> tuple[int, int]:
-        """Add a level that feeding `fed` rows produced, its most likely nodes first.
+        """Add a level that feeding `fed_count` rows produced, its most likely nodes first.
 
         branch_probs, parents: each node's q given its parent, and the parent's index in the previous level.
         best: (−p̂, depth from 0) of the most likely nodes so far, ascending. They are a prefix of every level.
@@ -209,24 +209,24 @@ class TreeGrowth:
         next level, most likely first; 0: verify now.
         """
         sizes, costs = self._sizes, self._costs
-        self._spent += costs.step[fed]
+        self._spent += costs.step[fed_count]
         self._add_level(branch_probs, parents)
-        unread = [iter(level) for level in self._worths]
-        worths = [next(unread[depth]) for _, depth in best]
+        worth_iters = [iter(level_worths) for level_worths in self._worths]
+        worths = [next(worth_iters[depth]) for _, depth in best]
         count, rate = len(best), 0.0
         if sizes.nodes is None:
-            seconds = (self._spent + verify + costs.overhead for verify in costs.verify[2:])
-            count, rate = best_prefix(worths, seconds)
+            round_seconds = (self._spent + verify_seconds + costs.overhead for verify_seconds in costs.verify[2:])
+            count, rate = best_prefix(worths, round_seconds)
         emitted = 1.0 + math.fsum(worths[:count])
         rate = rate or emitted / (self._spent + costs.verify[count + 1] + costs.overhead)
         last_depth = len(self._worths) - 1
-        level = [worth for worth, (_, depth) in zip(worths[:count], best, strict=False) if depth == last_depth]
-        mass = math.fsum(level)
-        if not mass or last_depth + 1 == sizes.max_depth:
+        level_worths = [worth for worth, (_, depth) in zip(worths[:count], best, strict=False) if depth == last_depth]
+        worth_sum = math.fsum(level_worths)
+        if not worth_sum or last_depth + 1 == sizes.max_depth:
             return count, 0
-        scale, self._mass = mass / self._mass, mass
-        feed, deeper_rate = self._best_feed([scale * worth for worth in level], worths[:count], emitted)
-        return count, feed if sizes.depth is not None or deeper_rate > rate else 0
+        scale, self._mass = worth_sum / self._mass, worth_sum
+        feed_count, deeper_rate = self._best_feed([scale * worth for worth in level_worths], worths[:count], emitted)
+        return count, feed_count if sizes.depth is not None or deeper_rate > rate else 0
 
     def _add_level(self, branch_probs: Sequence[float], parents: Sequence[int]) -> None:
         """Add the worths of a level's nodes."""
@@ -234,14 +234,14 @@ class TreeGrowth:
         shares = (min(1.0, q * self._trust[band(q)]) for q in branch_probs)
         self._worths.append([worths_above[parent] * share for parent, share in zip(parents, shares, strict=True)])
 
-    def _best_feed(self, gains: Sequence[float], worths: Sequence[float], emitted: float) -> tuple[int, float]:
+    def _best_feed(self, child_worths: Sequence[float], worths: Sequence[float], emitted: float) -> tuple[int, float]:
         """The number of rows to feed next, and the tokens per second then expected."""
         costs, free = self._costs, self.nodes - len(worths)
-        best, feed = 0.0, 0
-        for rows, gain in enumerate(gains, start=1):
+        best_rate, feed_count = 0.0, 0
+        for rows, gain in enumerate(child_worths, start=1):
             emitted += max(0.0, gain - (worths[free - rows] if rows > free else 0.0))  # displaces the least likely node
-            width = len(worths) + min(rows, free) + 1
-            rate = emitted / (self._spent + costs.step[rows] + costs.verify[width] + costs.overhead)
-            if rate > best:
-                best, feed = rate, rows
-        return feed, best
+            pass_rows = len(worths) + min(rows, free) + 1
+            rate = emitted / (self._spent + costs.step[rows] + costs.verify[pass_rows] + costs.overhead)
+            if rate > best_rate:
+                best_rate, feed_count = rate, rows
+        return feed_count, best_rate

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from outrider.inference.settings import LONGEST_CHAIN
 from outrider.inference.settings.method import StopConfig
-from outrider.inference.sizing.policy import KEEP, Evidence, Tuning, best_length, trials_in_chain
+from outrider.inference.sizing.policy import DECAY, Evidence, Tuning, best_length, trials_in_chain
 from outrider.inference.stopping.interface import RuleInputs, Step, StopRule, ask_head, sigmoid
 
 PRIOR_ROUNDS = 4.0  # weight of the rate expected at the start, in rounds of this generation
@@ -25,10 +25,10 @@ class Belief:
 
 
 # A drafter's q may be miscalibrated either way: a greedy target accepts tokens of low q nearly always.
-DRAFT = Belief(offset=(0.0, 3.0), slope=(1.0, 0.5))
-HEAD = Belief(offset=(0.0, 0.5), slope=(1.0, 0.0))  # calibrated on average, but not for this text
+DRAFT_PRIOR = Belief(offset=(0.0, 3.0), slope=(1.0, 0.5))
+HEAD_PRIOR = Belief(offset=(0.0, 0.5), slope=(1.0, 0.0))  # calibrated on average, but not for this text
 # A token sampled from q is accepted with probability min(1, p/q), which q alone hardly predicts.
-DRAWN = Belief(offset=(1.0, 0.7), slope=(0.1, 0.1))
+DRAWN_PRIOR = Belief(offset=(1.0, 0.7), slope=(0.1, 0.1))
 
 
 class Trust:
@@ -50,20 +50,20 @@ class Trust:
 
     def drift(self) -> None:
         """Increase the variances for another round."""
-        (offset, slope, covariance), (prior_offset, prior_slope) = self._variance, self._prior
-        self._variance = (offset + DRIFT * prior_offset, slope + DRIFT * prior_slope, covariance)
+        (offset_var, slope_var, covariance), (prior_offset_var, prior_slope_var) = self._variance, self._prior
+        self._variance = (offset_var + DRIFT * prior_offset_var, slope_var + DRIFT * prior_slope_var, covariance)
 
-    def learn(self, score: float, right: bool) -> None:
+    def learn(self, score: float, was_right: bool) -> None:
         """Learn from a tested token with this score."""
-        offset, slope, covariance = self._variance
-        c = self.probability(score)
-        certainty = c * (1 - c)
-        u, v = offset + covariance * score, covariance + slope * score  # the covariances of a + b z with a and with b
-        total = 1 + certainty * (u + v * score)
-        shrunk = certainty / total
-        self._variance = (offset - shrunk * u * u, slope - shrunk * v * v, covariance - shrunk * u * v)
-        self.offset += u / total * (right - c)
-        self.slope += v / total * (right - c)
+        var_a, var_b, covariance = self._variance
+        prob = self.probability(score)
+        outcome_var = prob * (1 - prob)
+        u, v = var_a + covariance * score, covariance + var_b * score  # the covariances of a + b z with a and with b
+        normaliser = 1 + outcome_var * (u + v * score)
+        shrinkage = outcome_var / normaliser
+        self._variance = (var_a - shrinkage * u * u, var_b - shrinkage * v * v, covariance - shrinkage * u * v)
+        self.offset += u / normaliser * (was_right - prob)
+        self.slope += v / normaliser * (was_right - prob)
 
 
 class Survival(StopRule):
@@ -91,7 +91,7 @@ class Survival(StopRule):
 
     def _reset_rate(self, length: int, rate: float) -> None:
         """Begin the running rate at `rate`, expected of chains of the best length, as after `PRIOR_ROUNDS` of them."""
-        self._seconds = PRIOR_ROUNDS * self._costs.of_chain(length)
+        self._seconds = PRIOR_ROUNDS * self._costs.chain_seconds(length)
         self._emitted = rate * self._seconds
 
     @property
@@ -110,7 +110,7 @@ class Survival(StopRule):
         if costs is not self._costs:
             self._costs = costs
             self._reset_rate(length, rate)
-        return (max(rate, self.rate) - 1 / costs.autoregressive) * costs.of_chain(length)
+        return (max(rate, self.rate) - 1 / costs.autoregressive) * costs.chain_seconds(length)
 
     def stop(self, step: Step) -> bool:
         score = self._score(step)
@@ -122,12 +122,12 @@ class Survival(StopRule):
 
     def pays(self, drafted: int, survival: float) -> bool:
         """Whether some number of further tokens is worth its time."""
-        costs, gain = self._costs, 0.0
-        for more in range(1, self.max_draft - drafted + 1):
-            survival *= self._shares[drafted + more - 1]
-            gain += survival
-            seconds = more * costs.step[1] + costs.verify[drafted + more + 1] - costs.verify[drafted + 1]
-            if gain > self.rate * seconds:
+        costs, expected_gain = self._costs, 0.0
+        for n_extra in range(1, self.max_draft - drafted + 1):
+            survival *= self._shares[drafted + n_extra - 1]
+            expected_gain += survival
+            seconds = n_extra * costs.step[1] + costs.verify[drafted + n_extra + 1] - costs.verify[drafted + 1]
+            if expected_gain > self.rate * seconds:
                 return True
         return False
 
@@ -137,16 +137,16 @@ class Survival(StopRule):
             self.trust.learn(score, index < accepted)
         self._evidence.add(trials_in_chain(drafted, accepted))
         self._shares = self._evidence.shares()
-        self._emitted = KEEP * self._emitted + accepted + 1
-        self._seconds = KEEP * self._seconds + self._costs.of_chain(drafted)
+        self._emitted = DECAY * self._emitted + accepted + 1
+        self._seconds = DECAY * self._seconds + self._costs.chain_seconds(drafted)
 
 
 def make_survival(max_draft: int, stop: StopConfig, inputs: RuleInputs) -> Survival:
     """The rule by the scores of the draft itself, or of the calibration head."""
     if stop.score == "draft":
-        trust = Trust(DRAWN if inputs.drawn else DRAFT)
+        trust = Trust(DRAWN_PRIOR if inputs.drawn else DRAFT_PRIOR)
         return Survival(inputs.tuning, lambda step: float(step.log_odds), trust, max_draft)
-    head, trust = inputs.head, Trust(DRAWN if inputs.drawn else HEAD)
+    head, trust = inputs.head, Trust(DRAWN_PRIOR if inputs.drawn else HEAD_PRIOR)
     return Survival(inputs.tuning, lambda step: ask_head(head, step), trust, max_draft)
 
 
@@ -179,4 +179,4 @@ class BestLength(StopRule):
     def gain(self) -> float:
         """The gain in tokens of a chain of the best length, which this updates (see `Allowance`)."""
         costs, rate = self._tuning.costs_now, self._choose_length()
-        return (rate - 1 / costs.autoregressive) * costs.of_chain(self.length)
+        return (rate - 1 / costs.autoregressive) * costs.chain_seconds(self.length)

@@ -135,8 +135,8 @@ class FixedLength(StopRule):
 
 
 def require_value(
-    optional: Value | None, why: str = "what is chosen by costs needs measured ones (inference.measure.probe)"
+    optional: Value | None, message: str = "what is chosen by costs needs measured ones (inference.measure.probe)"
 ) -> Value:
     if optional is None:
-        raise ValueError(why)
+        raise ValueError(message)
     return optional

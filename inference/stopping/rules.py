@@ -22,7 +22,7 @@ from outrider.inference.stopping.interface import RuleInputs, Step, StopRule, as
 
 # AdaEDL's threshold: the target acceptance rate, the step, and the smoothing of rate and threshold. It follows
 # Draft & Verify (arXiv 2309.08168); these values are not checked against a paper.
-AIM, STEP, KEPT_RATE, KEPT_THRESHOLD = 0.9, 0.01, 0.5, 0.9
+AIM_RATE, STEP, KEPT_RATE, KEPT_THRESHOLD = 0.9, 0.01, 0.5, 0.9
 
 
 class Thresholded(StopRule):
@@ -46,12 +46,12 @@ class AdaEDL(Thresholded):
     """Stop when 1 − √(γ H(q)) is below a threshold λ that adapts to the acceptance (arXiv 2410.18351).
 
     After a round that accepted the share r of its draft, r̄ ← KEPT_RATE · r̄ + (1 − KEPT_RATE) · r, and λ moves by STEP
-    towards longer drafts if r̄ is above AIM, else towards shorter ones, smoothed by KEPT_THRESHOLD.
+    towards longer drafts if r̄ is above AIM_RATE, else towards shorter ones, smoothed by KEPT_THRESHOLD.
     """
 
     def __init__(self, max_draft: int, stop: StopConfig, inputs: RuleInputs):
         super().__init__(max_draft, stop, inputs)  # the threshold is λ
-        self.gamma, self.rate = stop.gamma, AIM  # the rate is r̄
+        self.gamma, self.rate = stop.gamma, AIM_RATE  # the rate is r̄
 
     def stop(self, step: Step) -> bool:
         return step.drafted >= self.max_draft or 1 - math.sqrt(self.gamma * float(step.entropy)) < self.threshold
@@ -60,8 +60,8 @@ class AdaEDL(Thresholded):
         if not drafted:
             return
         self.rate = KEPT_RATE * self.rate + (1 - KEPT_RATE) * accepted / drafted
-        moved = self.threshold + (STEP if self.rate <= AIM else -STEP)
-        self.threshold = KEPT_THRESHOLD * self.threshold + (1 - KEPT_THRESHOLD) * moved
+        new_threshold = self.threshold + (STEP if self.rate <= AIM_RATE else -STEP)
+        self.threshold = KEPT_THRESHOLD * self.threshold + (1 - KEPT_THRESHOLD) * new_threshold
 
 
 class SVIP(Thresholded):
@@ -85,8 +85,8 @@ class RejectionRisk(Thresholded):
         self.head, self._survival = inputs.head, 1.0
 
     def stop(self, step: Step) -> bool:
-        before = self._survival if step.drafted > 1 else 1.0
-        self._survival = before * sigmoid(ask_head(self.head, step))
+        prev_survival = self._survival if step.drafted > 1 else 1.0
+        self._survival = prev_survival * sigmoid(ask_head(self.head, step))
         return step.drafted >= self.max_draft or 1 - self._survival > self.threshold
 
 
@@ -116,11 +116,11 @@ class BetaThompson(StopRule):
         return step.drafted >= self.max_draft or self._random.random() >= theta
 
     def observe(self, drafted: int, accepted: int) -> None:
-        tested = min(accepted + 1, drafted)
-        right = accepted if self.update == "natural" else max(accepted - 1, 0)
-        alpha, beta = self._prior
-        self.alpha = alpha + self.discount * (self.alpha - alpha) + right
-        self.beta = beta + self.discount * (self.beta - beta) + tested - right
+        tested_count = min(accepted + 1, drafted)
+        right_count = accepted if self.update == "natural" else max(accepted - 1, 0)
+        prior_alpha, prior_beta = self._prior
+        self.alpha = prior_alpha + self.discount * (self.alpha - prior_alpha) + right_count
+        self.beta = prior_beta + self.discount * (self.beta - prior_beta) + tested_count - right_count
 
 
 class PosteriorMean(StopRule):
@@ -150,23 +150,23 @@ class PosteriorMean(StopRule):
         """Mean and variance of θ after `step`. One transfer if the head is used."""
         return self.posterior_of(0.0 if self.settings.evidence == "sample" else sigmoid(ask_head(self.head, step)))
 
-    def posterior_of(self, model: float) -> tuple[float, float]:
-        """Mean and variance of θ if the head's probability is `model`."""
+    def posterior_of(self, head_prob: float) -> tuple[float, float]:
+        """Mean and variance of θ if the head's probability is `head_prob`."""
         model_variance, sample_variance = self.settings.model_sigma**2, self.settings.sample_sigma**2
         if self.settings.evidence == "model":
-            return model, model_variance
+            return head_prob, model_variance
         if self.settings.evidence == "sample":
             return self.estimate, sample_variance / self.verifications if self.verifications else 0.0
-        total = self.verifications * model_variance + sample_variance
-        weight = sample_variance / total
-        return weight * model + (1 - weight) * self.estimate, model_variance * sample_variance / total
+        denom = self.verifications * model_variance + sample_variance
+        head_weight = sample_variance / denom
+        return head_weight * head_prob + (1 - head_weight) * self.estimate, model_variance * sample_variance / denom
 
     def observe(self, drafted: int, accepted: int) -> None:
         self.verifications += 1
         if self.settings.mean == "sample":
-            tested = min(accepted + 1, drafted)
-            self.estimate = (self.estimate * self._tested + accepted) / (self._tested + tested)
-            self._tested += tested
+            tested_count = min(accepted + 1, drafted)
+            self.estimate = (self.estimate * self._tested + accepted) / (self._tested + tested_count)
+            self._tested += tested_count
         else:  # t counts accepted tokens only
             self._tested += accepted
             self.estimate = (self.estimate * (self._tested - accepted) + accepted) / self._tested
@@ -198,6 +198,6 @@ def make_rule(
     inputs = RuleInputs(streams, head, tuning, drawn)
     if stop.max_draft == AUTO:
         return BestLength(inputs.tuning)
-    module, _, name = RULES[stop.rule].factory.partition(":")
-    factory: Callable[[int, StopConfig, RuleInputs], StopRule] = getattr(import_module(module, __package__), name)
+    module, _, symbol = RULES[stop.rule].factory.partition(":")
+    factory: Callable[[int, StopConfig, RuleInputs], StopRule] = getattr(import_module(module, __package__), symbol)
     return factory(stop.longest(levels), stop, inputs)

@@ -39,11 +39,11 @@ def is_prompt_list(prompt: object) -> bool:
 
 def require_conversation(prompt: object, key: str) -> Messages:
     """`prompt` as messages, the last of them the user's. Raises `UserError` naming `key` for anything else."""
-    items = list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, bytes) else []
-    if not items or not all(isinstance(item, Mapping) for item in items):
+    turns = list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, bytes) else []
+    if not turns or not all(isinstance(item, Mapping) for item in turns):
         remedy = "; stream a prompt at a time: only generate takes a list of them" if is_prompt_list(prompt) else ""
         raise UserError(f"{key}={reprlib.repr(prompt)}: expected {_PROMPT}{remedy}")
-    for index, message in enumerate(items):
+    for index, message in enumerate(turns):
         has_texts = all(isinstance(message.get(field), str) for field in _FIELDS)
         hint = next(filter(None, (did_you_mean(str(name), _FIELDS) for name in message if name not in _FIELDS)), "")
         require(has_texts, f"{key}[{index}]", message, f"a text as its 'role' and one as its 'content'{hint}")
@@ -51,8 +51,8 @@ def require_conversation(prompt: object, key: str) -> Messages:
         role = str(message["role"])
         expected = f"one of {', '.join(_ROLES)}{did_you_mean(role, _ROLES)}"
         require(role in _ROLES, f"{key}[{index}]['role']", role, expected)
-    require(items[-1]["role"] == "user", f"{key}[-1]['role']", items[-1]["role"], "user: the last message asks")
-    return items
+    require(turns[-1]["role"] == "user", f"{key}[-1]['role']", turns[-1]["role"], "user: the last message asks")
+    return turns
 
 
 def read_prompt(
@@ -77,11 +77,11 @@ def read_prompt(
 
 def _render(setup: "TargetSetup", messages: Messages, key: str, template_arguments: Mapping[str, object]) -> list[int]:
     """The ids of a conversation, rendered by the chat template; its answers may have their own ids."""
-    answers = [message.get("ids") for message in messages if message["role"] == "assistant"]
-    answer_ids = [read_prompt(setup, ids, f"{key}: ids", {}) if is_token_ids(ids) else [] for ids in answers]
+    recorded_ids = [message.get("ids") for message in messages if message["role"] == "assistant"]
+    answer_ids = [read_prompt(setup, ids, f"{key}: ids", {}) if is_token_ids(ids) else [] for ids in recorded_ids]
     tokenizer = bind_arguments(setup.target.tokenizer, {**setup.arguments, **template_arguments}, setup.chat_template)
-    turns, most = cast("list[Message]", messages), context_limit(setup.config)
-    return render_prompt(turns, tokenizer, setup.chat_template, answer_ids=answer_ids, context=most, where=key)
+    turns, context_size = cast("list[Message]", messages), context_limit(setup.config)
+    return render_prompt(turns, tokenizer, setup.chat_template, answer_ids=answer_ids, context=context_size, where=key)
 
 
 def sampling_of(

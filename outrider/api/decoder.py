@@ -93,16 +93,16 @@ class Decoder:
         with Stage("loading"):
             self.setup = setup = find_setup(config)
             if conversations is not False:  # raises if no template is known, or if it refuses a system message
-                system = [{"role": "system", "content": conversations}] if isinstance(conversations, str) else []
-                self.ids([*system, {"role": "user", "content": "?"}])
+                system_turns = [{"role": "system", "content": conversations}] if isinstance(conversations, str) else []
+                self.ids([*system_turns, {"role": "user", "content": "?"}])
             target, dtype, device = setup.target, setup.dtype, setup.device
             self.drafters = load_drafters(config, target, dtype=dtype, device=device)
             self.stack = load_stack(target, None, dtype, device, by_layers=config.by_layers, int8=setup.int8)
             prepare_models(self.stack, self.drafters)
         self.runtime = make_runtime(config.runtime, self.setup.device)
         self.budget = budget_of(self.stack, self.drafters, cache_bytes)
-        texts = Batch(self.runtime, budget=self.budget)
-        self._worker = Worker(texts, batch, functools.partial(use_device, self.stack.device))  # runs all passes
+        text_batch = Batch(self.runtime, budget=self.budget)
+        self._worker = Worker(text_batch, batch, functools.partial(use_device, self.stack.device))  # runs all passes
         self.last: GenerationCounts | None = None
         self._inherited: dict[tuple[bool, bool], Inherited] = {}
         self._tuning: Tuning | None = None
@@ -160,10 +160,10 @@ class Decoder:
         require(kind is not None or target is None, "target", target, f"None: {source} is no drafter's directory")
         is_drafter = kind is not None and (target is not None or kind != kinds.SMALL_LM)  # an LM alone is a target
         if method is None:
-            drafting = (kinds.SMALL_LM, kinds.EAGLE3, kinds.MTP, kinds.DFLASH, kinds.NGRAMS)
-            paths = zip(drafting, (small_lm, eagle3, mtp, dflash, table), strict=True)
-            presets = kinds.presets_of({str(kind.option): path for kind, path in paths})
-            method = (kind.preset if kind and is_drafter else None) or [*presets, kinds.PROMPT_LOOKUP.name][0]
+            drafter_kinds = (kinds.SMALL_LM, kinds.EAGLE3, kinds.MTP, kinds.DFLASH, kinds.NGRAMS)
+            kind_paths = zip(drafter_kinds, (small_lm, eagle3, mtp, dflash, table), strict=True)
+            preset_names = kinds.presets_of({str(kind.option): path for kind, path in kind_paths})
+            method = (kind.preset if kind and is_drafter else None) or [*preset_names, kinds.PROMPT_LOOKUP.name][0]
         name = construct(str, name or (method_key(method) if isinstance(method, str) else "method"), "name")
         config = EvaluateConfig(
             checkpoint=str(source) if is_drafter else None,
@@ -175,8 +175,8 @@ class Decoder:
             dtype=dtype, device=device, runtime=runtime, template=template,
             chat_template_kwargs=construct(dict[str, object], chat_template_kwargs or {}, KWARGS),
         )  # fmt: skip
-        limit = construct(Count | None, cache_bytes, "cache_bytes")
-        return cls(config, name, conversations, construct(Count, batch, "batch"), limit)
+        max_cache_bytes = construct(Count | None, cache_bytes, "cache_bytes")
+        return cls(config, name, conversations, construct(Count, batch, "batch"), max_cache_bytes)
 
     @overload
     def generate(self, prompt: PromptInput, each: tuple[()] = (), **options: object) -> str: ...
@@ -196,17 +196,17 @@ class Decoder:
         Text i (0, 1, …) has the seed `seed` + i. each: for every prompt of a list, options that replace the common
         `options`. All prompts are checked before the first is decoded.
         """
-        for overrides in (options, *each):
-            require_known_options("generate", overrides, option_names(self.stream))
+        for option_set in (options, *each):
+            require_known_options("generate", option_set, option_names(self.stream))
         if not is_prompt_list(prompt):
             require(not each, "each", each, "nothing for a single prompt")
             return "".join(self.stream(prompt, **options))
         require(len(each) in (0, len(prompt)), "each", each, f"options of each of the {len(prompt)} prompts")
-        seed, changes = construct(int, options.get("seed", 0), "seed"), each or [{}] * len(prompt)
-        merged = [{**options, "seed": seed + number, **change} for number, change in enumerate(changes)]
-        arguments = [text_options.pop(KWARGS, None) for text_options in merged]
-        texts = [self.ids(text, f"prompt[{i}]", arguments[i]) for i, text in enumerate(prompt)]
-        streams = [self.stream(ids, **text_options) for ids, text_options in zip(texts, merged, strict=True)]
+        seed, option_changes = construct(int, options.get("seed", 0), "seed"), each or [{}] * len(prompt)
+        all_options = [{**options, "seed": seed + index, **change} for index, change in enumerate(option_changes)]
+        template_kwargs = [text_options.pop(KWARGS, None) for text_options in all_options]
+        prompt_ids = [self.ids(item, f"prompt[{i}]", template_kwargs[i]) for i, item in enumerate(prompt)]
+        streams = [self.stream(ids, **text_options) for ids, text_options in zip(prompt_ids, all_options, strict=True)]
         with ThreadPoolExecutor(min(self._worker.most, len(streams))) as pool:
             return [*pool.map("".join, streams)]
 
@@ -267,16 +267,16 @@ class Decoder:
         each position. Raises `UserError` as `stream`.
         """
         require(isinstance(sampling, SamplingConfig), "sampling", sampling, "a SamplingConfig")
-        count = construct(Count, max_new_tokens, "max_new_tokens")
-        top = construct(Annotated[int, Ge(0), Le(self.setup.config.vocab_size)] | None, logprobs, "logprobs")
-        texts = [stop_strings] if isinstance(stop_strings, str) else stop_strings
-        stops = tuple(construct(list[TextArgument], texts, "stop_strings"))
-        streams = Streams(construct(int, seed, "seed")).within(self.name if speculate else AUTOREGRESSIVE)
+        token_limit = construct(Count, max_new_tokens, "max_new_tokens")
+        top_logprobs = construct(Annotated[int, Ge(0), Le(self.setup.config.vocab_size)] | None, logprobs, "logprobs")
+        stop_list = [stop_strings] if isinstance(stop_strings, str) else stop_strings
+        stops = tuple(construct(list[TextArgument], stop_list, "stop_strings"))
+        random_streams = Streams(construct(int, seed, "seed")).within(self.name if speculate else AUTOREGRESSIVE)
         # Before the text's turn, so that a long prompt or many stop strings delay no other generation.
         ids, rule = self.ids(prompt), self.stop_rule(stops, sampling)
-        text = TextSettings(count, self.setup.eos, sampling, self._inherit(sampling, stops).config)
-        decode = functools.partial(self._decode, ids, text, rule, streams, speculate, top)
-        reserved = count if self.runtime.name == "graphed" else 0  # CUDA graphs need a cache for the whole text
+        text_settings = TextSettings(token_limit, self.setup.eos, sampling, self._inherit(sampling, stops).config)
+        decode = functools.partial(self._decode, ids, text_settings, rule, random_streams, speculate, top_logprobs)
+        reserved = token_limit if self.runtime.name == "graphed" else 0  # CUDA graphs need a cache for the whole text
         return self._worker.rounds(self._worker.do(decode), len(ids) + reserved)
 
     def by(self, method: str | MethodConfig, name: str | None = None) -> Self:
@@ -295,8 +295,8 @@ class Decoder:
         of this decoder go on. Raises `UserError` as `load`, and if prompts would be rendered by another template.
         """
         config = config_with_drafter(self.config, self.setup, checkpoint)
-        by_layers = self.stack.layered is not None or not config.by_layers
-        require(by_layers, "checkpoint", checkpoint, "a drafter without layers of the target, which runs as a whole")
+        fits_stack = self.stack.layered is not None or not config.by_layers
+        require(fits_stack, "checkpoint", checkpoint, "a drafter without layers of the target, which runs as a whole")
         self._worker.do(self.runtime.forget_idle)  # buffers and graphs of the drafter that goes
         return self._with_drafters(config)
 
@@ -306,8 +306,8 @@ class Decoder:
         [(decoder.name, decoder.method)] = config.methods.items()
         decoder.config = config
         decoder.drafters = load_drafters(decoder.config, setup.target, dtype=setup.dtype, device=self.stack.device)
-        for kind, model in decoder.drafters.items():
-            self._worker.do(functools.partial(kinds.KINDS[kind].load_plugin().prepare, model, self.stack))
+        for drafter_kind, drafter in decoder.drafters.items():
+            self._worker.do(functools.partial(kinds.KINDS[drafter_kind].load_plugin().prepare, drafter, self.stack))
         decoder.budget = budget_of(self.stack, decoder.drafters, self.budget.most)
         batch = self._worker.batch
         batch.budget = max(batch.budget or self.budget, decoder.budget)
@@ -335,66 +335,66 @@ class Decoder:
         """The token ids of one prompt; perhaps not all if they exceed the context. Raises `UserError` naming `key`."""
         return read_prompt(self.setup, prompt, key, construct(dict[str, object], arguments or {}, KWARGS))
 
-    def _inherit(self, sampling: SamplingConfig, stops: tuple[str, ...]) -> Inherited:
-        """What the target's generation config says where `sampling` and `stops` say nothing; read once."""
-        setup, open_settings = self.setup, (sampling.repetition_penalty is None, not stops)
-        if open_settings not in self._inherited:
-            self._inherited[open_settings] = inherit(
-                setup.target.source, setup.target.revision, sampling, stops, eos=setup.eos,
+    def _inherit(self, sampling: SamplingConfig, stop_strings: tuple[str, ...]) -> Inherited:
+        """What the target's generation config says where `sampling` and `stop_strings` say nothing; read once."""
+        setup, unset_flags = self.setup, (sampling.repetition_penalty is None, not stop_strings)
+        if unset_flags not in self._inherited:
+            self._inherited[unset_flags] = inherit(
+                setup.target.source, setup.target.revision, sampling, stop_strings, eos=setup.eos,
                 vocabulary=setup.config.vocab_size, ignore=False,
             )  # fmt: skip
-        return self._inherited[open_settings]
+        return self._inherited[unset_flags]
 
     def _decode(
         self,
         ids: list[int],
-        text: TextSettings,
-        rule: StopStrings | None,
-        streams: Streams,
+        settings: TextSettings,
+        stop_rule: StopStrings | None,
+        rng_streams: Streams,
         speculate: bool,
-        logprobs: int | None,
+        top_logprobs: int | None,
     ) -> Iterator[Round]:
         """The rounds of a text after `ids`, in the worker's thread; the other arguments as of `rounds`."""
-        sampled = text.sampling.temperature > 0
-        sampler, chance = text.sampler(ids, self.setup.device), streams.of("verify") if sampled else None
-        selector = TokenSelector(sampler, chance, self.method.verification)
-        if logprobs is not None:
-            selector = ScoringSelector(sampler, chance, self.method.verification, top=logprobs)
+        is_sampled = settings.sampling.temperature > 0
+        sampler, verify_rng = settings.sampler(ids, self.setup.device), rng_streams.of("verify") if is_sampled else None
+        selector = TokenSelector(sampler, verify_rng, self.method.verification)
+        if top_logprobs is not None:
+            selector = ScoringSelector(sampler, verify_rng, self.method.verification, top=top_logprobs)
         if speculate:
-            self._tune(ids, text.sampling)
-            drafter = new_drafter(self.method, self.drafters, streams, sampled, self._tuning)
+            self._tune(ids, settings.sampling)
+            drafter = new_drafter(self.method, self.drafters, rng_streams, is_sampled, self._tuning)
             decode: Callable[..., Iterator[Round]] = functools.partial(speculative, self.stack, drafter)
         else:
             decode = functools.partial(autoregressive, self.stack)
         batch = self._worker.batch
-        rounds = decode(ids, max_new_tokens=text.max_new_tokens, eos=text.eos, selector=selector, runtime=batch)
-        rounds = cut_at_stop(rounds, ids, rule.first_end) if rule is not None else rounds
+        rounds = decode(ids, max_new_tokens=settings.max_new_tokens, eos=settings.eos, selector=selector, runtime=batch)
+        rounds = cut_at_stop(rounds, ids, stop_rule.first_end) if stop_rule is not None else rounds
         return selector.score_rounds(rounds) if isinstance(selector, ScoringSelector) else rounds
 
-    def _tune(self, ids: list[int], sampling: SamplingConfig) -> None:
-        """Measure the costs for "auto" sizes once, by decoding after the first prompt, which is `ids`."""
+    def _tune(self, prompt_ids: list[int], sampling: SamplingConfig) -> None:
+        """Measure the costs for "auto" sizes once, by decoding after the first prompt, which is `prompt_ids`."""
         if self._tuned or not (self.method.adapts or self.method.lacks_delta):
             return
         from outrider.inference.measure.probe import tune  # loaded only for what is measured
 
         clock = synchronized_clock if self.setup.device.type == "cuda" else time.perf_counter
-        ready, tunings = tune(
-            {self.name: self.method}, self.stack, self.drafters, ids, self.setup.text(1, sampling),
+        tuned_methods, tunings = tune(
+            {self.name: self.method}, self.stack, self.drafters, prompt_ids, self.setup.text(1, sampling),
             runtime=self.runtime, clock=clock,
         )  # fmt: skip
-        self.method, self._tuned = ready[self.name], True
+        self.method, self._tuned = tuned_methods[self.name], True
         if tuning := tunings.get(self.name):
             self._tuning = tuning.of_all(functools.partial(self._worker.batch.sharing, self.stack))
 
-    def _pieces(self, rounds: Iterator[Round], prompt: int) -> Generator[str, None, GenerationCounts]:
+    def _pieces(self, rounds: Iterator[Round], prompt_len: int) -> Generator[str, None, GenerationCounts]:
         """The text of `rounds` in pieces, then its counts. prompt: the number of its tokens."""
-        text, passes = StreamedText(self.tokenizer, self.ends), -1  # the prefill decides the first token
-        for r in rounds:
+        streamed_text, passes = StreamedText(self.tokenizer, self.ends), -1  # the prefill decides the first token
+        for decoded_round in rounds:
             passes += 1
-            if piece := text.add(r.tokens):
+            if piece := streamed_text.add(decoded_round.tokens):
                 yield piece
-        if piece := text.flush():
+        if piece := streamed_text.flush():
             yield piece
-        tokens = text.tokens
-        self.last = counts = GenerationCounts(len(tokens), passes, prompt, tokens[-1] in self.ends, tuple(tokens))
+        tokens = streamed_text.tokens
+        self.last = counts = GenerationCounts(len(tokens), passes, prompt_len, tokens[-1] in self.ends, tuple(tokens))
         return counts

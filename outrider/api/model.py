@@ -35,7 +35,7 @@ class Model(Decoder):
         """
         require_known_options("report", options, [field.name for field in fields(EvaluateConfig)])
         construct(_Prompts, prompts, "prompts")
-        requests = [
+        prompt_records = [
             Prompt(str(number), "text", (prompt,), False)
             if isinstance(prompt, str)
             else Prompt(str(number), "chat", tuple(prompt), True)
@@ -44,10 +44,10 @@ class Model(Decoder):
         # The report's modules are loaded only for a report.
         from outrider.inference.evaluate.evaluation import evaluate_checkpoint
 
-        with nullcontext(out_dir) if out_dir is not None else tempfile.TemporaryDirectory() as folder:
+        with nullcontext(out_dir) if out_dir is not None else tempfile.TemporaryDirectory() as report_dir:
             with suppress(SystemExit):  # not lossless: the report says so
-                evaluate_checkpoint(replace(self.config, out_dir=folder, **options), requests)
-            return read_mapping(Path(folder) / "report.json", "report", "measure again")
+                evaluate_checkpoint(replace(self.config, out_dir=report_dir, **options), prompt_records)
+            return read_mapping(Path(report_dir) / "report.json", "report", "measure again")
 
 
 load = Model.load

@@ -41,12 +41,12 @@ def compile_function(
 
 def compile_entry(function: Callable[..., None], signature: str, fastmath: set[str]) -> CFunc:
     """`function` with a C entry of this `signature`, compiled now by `cfunc` and cached on disk."""
-    seconds_before, began = _clock.seconds, time.perf_counter()
+    old_seconds, start_time = _clock.seconds, time.perf_counter()
     with _in_our_folder():
         compiled = numba.cfunc(signature, cache=True, fastmath=fastmath, error_model="numpy")(function)
     if not compiled.cache_hits:  # these seconds include the functions that it calls, which `_clock` counted too
-        _clock.seconds = seconds_before
-        _clock.add(time.perf_counter() - began)
+        _clock.seconds = old_seconds
+        _clock.add(time.perf_counter() - start_time)
     return compiled
 
 
@@ -58,9 +58,9 @@ def _own_folder() -> str:
         return str(require_writable(folder))
     except UserError as error:
         warn(f"CPU kernels are compiled in every run ({reason(error)}); NUMBA_CACHE_DIR=FOLDER keeps them")
-        temporary = TemporaryDirectory(prefix="outrider-")
-        atexit.register(temporary.cleanup)
-        return temporary.name
+        temporary_dir = TemporaryDirectory(prefix="outrider-")
+        atexit.register(temporary_dir.cleanup)
+        return temporary_dir.name
 
 
 @contextmanager
@@ -70,12 +70,12 @@ def _in_our_folder() -> Iterator[None]:
     Each version of the package has a folder. numba compiles a function again if its file has changed, but not if the
     file of a function that it calls has changed.
     """
-    folder = _settings["CACHE_DIR"]
-    _settings["CACHE_DIR"] = folder or _own_folder()
+    old_cache_dir = _settings["CACHE_DIR"]
+    _settings["CACHE_DIR"] = old_cache_dir or _own_folder()
     try:
         yield
     finally:
-        _settings["CACHE_DIR"] = folder
+        _settings["CACHE_DIR"] = old_cache_dir
 
 
 class _Clock(event.Listener):

@@ -29,17 +29,17 @@ def lock(path: Path) -> FileLock:
 
 def write_atomically(path: Path, content: bytes, remedy: str = REMEDY) -> None:
     """Write a file atomically: `path` always has the old or the complete new content. Raises `UserError`."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary_path = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(temporary, "wb") as handle:
+        with open(temporary_path, "wb") as handle:
             handle.write(content)
             handle.flush()
             os.fsync(handle.fileno())
-        os.replace(temporary, path)
+        os.replace(temporary_path, path)
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror}); {remedy}") from None
     finally:
-        temporary.unlink(missing_ok=True)
+        temporary_path.unlink(missing_ok=True)
 
 
 def reserve_space(file: IO[bytes], size: int) -> None:
@@ -60,26 +60,26 @@ def write_json(path: Path, value: object) -> None:
     write_atomically(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
-def read_json(path: Path | str, what: str, remedy: str) -> object:
-    """The content of a JSON file. Raises `UserError` naming the file, `what` it should be, and the `remedy`."""
+def read_json(path: Path | str, content_name: str, remedy: str) -> object:
+    """The content of a JSON file. Raises `UserError` naming the file, `content_name` it should be, and the `remedy`."""
     try:
         with open(path, "rb") as handle:
             content = handle.read(MOST_BYTES + 1)
     except OSError as error:
-        raise UserError(f"{path}: no readable {what} ({error.strerror}); {remedy}") from None
+        raise UserError(f"{path}: no readable {content_name} ({error.strerror}); {remedy}") from None
     if len(content) > MOST_BYTES:
-        raise UserError(f"{path}: damaged {what} (more than {MOST_BYTES} bytes); {remedy}")
+        raise UserError(f"{path}: damaged {content_name} (more than {MOST_BYTES} bytes); {remedy}")
     try:
         return parse_json(content)
     except UserError as error:
-        raise UserError(f"{path}: damaged {what} ({error}); {remedy}") from None
+        raise UserError(f"{path}: damaged {content_name} ({error}); {remedy}") from None
 
 
-def read_mapping(path: Path | str, what: str, remedy: str) -> dict[str, object]:
+def read_mapping(path: Path | str, content_name: str, remedy: str) -> dict[str, object]:
     """The mapping that a JSON file holds. Raises `UserError` as `read_json` does, also where it holds anything else."""
-    value = read_json(path, what, remedy)
+    value = read_json(path, content_name, remedy)
     if not isinstance(value, dict):
-        raise UserError(f"{path}: damaged {what} (found no mapping); {remedy}")
+        raise UserError(f"{path}: damaged {content_name} (found no mapping); {remedy}")
     return value
 
 
@@ -107,10 +107,10 @@ def is_local(source: str) -> bool:
     return path.is_absolute() or source.startswith((".", "~")) or source.count("/") != 1 or os.path.isdir(path.parent)
 
 
-def require_writable(directory: Path | str, option: str = "out_dir") -> Path:
+def require_writable(directory: Path | str, option_name: str = "out_dir") -> Path:
     """Make `directory` and check that a file can be written there, before any work.
 
-    Raises `UserError`, naming the `option` that gave the directory.
+    Raises `UserError`, naming the `option_name` that gave the directory.
     """
     probe = (path := Path(directory)) / f".probe.{os.getpid()}"
     try:
@@ -120,7 +120,7 @@ def require_writable(directory: Path | str, option: str = "out_dir") -> Path:
         finally:
             probe.unlink(missing_ok=True)
     except OSError as error:
-        raise UserError(f"{option}={directory}: cannot be written ({error.strerror}); {REMEDY}") from None
+        raise UserError(f"{option_name}={directory}: cannot be written ({error.strerror}); {REMEDY}") from None
     return path
 
 

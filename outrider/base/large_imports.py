@@ -14,12 +14,12 @@ def import_large(name: str) -> ModuleType:
     fifth of the time of an import, and seconds of loading a model. So it passes over all that is there afterwards.
     """
     limit_threads()
-    collects = gc.isenabled()
+    gc_was_enabled = gc.isenabled()
     gc.collect()  # garbage would stay, too
     gc.disable()
     try:
         return import_module(name)
     finally:
         gc.freeze()
-        if collects:
+        if gc_was_enabled:
             gc.enable()

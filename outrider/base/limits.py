@@ -33,37 +33,37 @@ def limit_threads() -> None:
 
 def usable_memory() -> int:
     """Bytes of memory that this process can take now. The page cache counts as free, as the kernel gives it up."""
-    free = [psutil.virtual_memory().available]
-    for group in _control_groups("memory"):
-        limit = _read_words(group / "memory.max") or _read_words(group / "memory.limit_in_bytes")
-        used = _read_words(group / "memory.current") or _read_words(group / "memory.usage_in_bytes")
-        words = _read_words(group / "memory.stat")
-        sizes = dict(zip(words[::2], words[1::2], strict=False))
-        if used and limit and limit != ["max"]:
-            cached = (sizes.get(f"total_{part}_file", sizes.get(f"{part}_file", 0)) for part in ("active", "inactive"))
-            free.append(int(limit[0]) - int(used[0]) + sum(map(int, cached)))
-    return max(0, min(free))
+    free_bytes = [psutil.virtual_memory().available]
+    for group_dir in _control_groups("memory"):
+        limit_words = _read_words(group_dir / "memory.max") or _read_words(group_dir / "memory.limit_in_bytes")
+        used_words = _read_words(group_dir / "memory.current") or _read_words(group_dir / "memory.usage_in_bytes")
+        stat_words = _read_words(group_dir / "memory.stat")
+        stats = dict(zip(stat_words[::2], stat_words[1::2], strict=False))
+        if used_words and limit_words and limit_words != ["max"]:
+            cached = (stats.get(f"total_{part}_file", stats.get(f"{part}_file", 0)) for part in ("active", "inactive"))
+            free_bytes.append(int(limit_words[0]) - int(used_words[0]) + sum(map(int, cached)))
+    return max(0, min(free_bytes))
 
 
-def _least_quota(quota: float) -> float:
-    """`quota`, or the least of the control groups: seconds of all cores in a second."""
+def _least_quota(core_quota: float) -> float:
+    """`core_quota`, or the least of the control groups: seconds of all cores in a second."""
     for group in _control_groups("cpu"):
-        words = _read_words(group / "cpu.max")
-        words = words or _read_words(group / "cpu.cfs_quota_us") + _read_words(group / "cpu.cfs_period_us")
-        if len(words) == 2 and words[0].isdigit():  # not "max" or "-1": no limit
-            quota = min(quota, int(words[0]) / int(words[1]))
-    return quota
+        quota_words = _read_words(group / "cpu.max")
+        quota_words = quota_words or _read_words(group / "cpu.cfs_quota_us") + _read_words(group / "cpu.cfs_period_us")
+        if len(quota_words) == 2 and quota_words[0].isdigit():  # not "max" or "-1": no limit
+            core_quota = min(core_quota, int(quota_words[0]) / int(quota_words[1]))
+    return core_quota
 
 
 def _control_groups(controller: str) -> Iterator[Path]:
     """The folders of this process's control groups (of version 1 or 2), and of those that contain them."""
     with suppress(OSError):
-        for line in _OWN_GROUPS.read_text("utf-8").splitlines():
-            _, controllers, path = line.split(":", 2)
-            root = _ALL_GROUPS / controller if controllers else _ALL_GROUPS
+        for group_line in _OWN_GROUPS.read_text("utf-8").splitlines():
+            _, controllers, group_path = group_line.split(":", 2)
+            hierarchy_root = _ALL_GROUPS / controller if controllers else _ALL_GROUPS
             if controller in controllers.split(",") or not controllers:
-                folder = root / path.lstrip("/")
-                yield from (folder, *folder.parents[: len(folder.relative_to(root).parts)])
+                group_dir = hierarchy_root / group_path.lstrip("/")
+                yield from (group_dir, *group_dir.parents[: len(group_dir.relative_to(hierarchy_root).parts)])
 
 
 def _read_words(path: Path) -> list[str]:

@@ -9,9 +9,9 @@ import torch
 
 def describe_machine(device: str | None = None) -> dict[str, str | int | None]:
     """The hardware and system of a measurement on `device`; None: the GPU if there is one."""
-    measured = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    torch_device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return {
-        "device": torch.cuda.get_device_name(measured) if measured.type == "cuda" else _cpu_name(),
+        "device": torch.cuda.get_device_name(torch_device) if torch_device.type == "cuda" else _cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",

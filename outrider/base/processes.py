@@ -44,36 +44,36 @@ def from_main(state: PartialState, make: Callable[[], Value]) -> Value:
     """
     if state.num_processes == 1:
         return make()
-    message: list[object] = [None, None]  # the result, and the error's text
+    result_and_error: list[object] = [None, None]  # the result, and the error's text
     failure: Exception | None = None
     if state.is_main_process:
         try:
-            message[0] = make()
+            result_and_error[0] = make()
         except Exception as error:
-            failure, message[1] = error, str(error) or repr(error)
-    broadcast_object_list(message)
+            failure, result_and_error[1] = error, str(error) or repr(error)
+    broadcast_object_list(result_and_error)
     if failure is not None:
         raise failure
-    if message[1] is not None:
-        raise UserError(str(message[1]))
-    return cast(Value, message[0])
+    if result_and_error[1] is not None:
+        raise UserError(str(result_and_error[1]))
+    return cast(Value, result_and_error[0])
 
 
 @contextmanager
-def only_run_of(state: PartialState, folder: Path, what: str, resume: bool | None = None) -> Iterator[None]:
+def only_run_of(state: PartialState, folder: Path, output_name: str, resume: bool | None = None) -> Iterator[None]:
     """`only_run` for all processes of a launcher: the main process holds the lock, and an error reaches all of them.
 
     resume: of the run; None: the run records no start (see `run_time`).
     """
     with ExitStack() as stack:
-        from_main(state, lambda: stack.enter_context(only_run(folder, what)))
-        seen = gather_object([(folder / HOLDER_FILE).exists()])
-        if not all(seen):
-            unseen = f"process {seen.index(False)} does not see what the main process writes there"
-            raise UserError(f"out_dir={folder}: {unseen}; give a directory that all machines share")
+        from_main(state, lambda: stack.enter_context(only_run(folder, output_name)))
+        sees_file = gather_object([(folder / HOLDER_FILE).exists()])
+        if not all(sees_file):
+            problem = f"process {sees_file.index(False)} does not see what the main process writes there"
+            raise UserError(f"out_dir={folder}: {problem}; give a directory that all machines share")
         if resume is not None:
-            start = from_main(state, datetime.now)
-            RUN_TIMES.append(functools.cache(functools.partial(begin_time, folder, resume, start)))
+            start_time = from_main(state, datetime.now)
+            RUN_TIMES.append(functools.cache(functools.partial(begin_time, folder, resume, start_time)))
             stack.callback(RUN_TIMES.pop)
         yield
 

@@ -71,9 +71,9 @@ class Stage(AbstractContextManager["Stage"]):
         """Remaining seconds: by the pace of the units so far, and until `most`; None if neither is known."""
         if self._estimate is not None:
             return self._estimate()
-        units, estimates = self.done - self._done_before, []
-        if self.total is not None and units:
-            estimates.append(self.seconds_spent / units * (self.total - self.done) + self.after)
+        new_units, estimates = self.done - self._done_before, []
+        if self.total is not None and new_units:
+            estimates.append(self.seconds_spent / new_units * (self.total - self.done) + self.after)
         if self.seconds_spent < self._max_seconds < math.inf:
             estimates.append(self._max_seconds - self.seconds_spent + self.after)
         return max(0.0, min(estimates)) if estimates else None
@@ -88,10 +88,10 @@ class Stage(AbstractContextManager["Stage"]):
         return self._shown_left
 
     def __str__(self) -> str:
-        words = self.what
+        label = self.what
         if self.total is not None or self.done:
-            words += f" {self.done:.0f}{'' if self.total is None else f'/{self.total:.0f}'} {self.unit}".rstrip()
-        return words.strip()
+            label += f" {self.done:.0f}{'' if self.total is None else f'/{self.total:.0f}'} {self.unit}".rstrip()
+        return label.strip()
 
     def __enter__(self) -> "Stage":
         global _bar
@@ -113,11 +113,11 @@ class Stage(AbstractContextManager["Stage"]):
 
 
 def track_progress(
-    items: Iterable[Item], what: str, unit: str, total: int | None = None, *, most: float = math.inf
+    items: Iterable[Item], stage_name: str, unit: str, total: int | None = None, *, most: float = math.inf
 ) -> Iterator[Item]:
     """Yield `items` within a `Stage`, a unit each. total: their number where they have no length."""
     total = len(items) if isinstance(items, Sized) else total
-    with Stage(what, total, unit, most=most) as stage:
+    with Stage(stage_name, total, unit, most=most) as stage:
         for item in items:
             yield item
             stage.advance()
@@ -139,15 +139,15 @@ def hide_stages() -> None:
         stage.__exit__()
 
 
-def relay_progress(line: str) -> bool:
+def relay_progress(output_line: str) -> bool:
     """Whether a line of an inner command's output is progress, which is then shown from now on.
 
     An empty line says that the command has ended, and with it its progress.
     """
-    global _below
-    if line and not line.startswith(_MARK):
+    global _inner_line
+    if output_line and not output_line.startswith(_MARK):
         return False
-    _below = line.removeprefix(_MARK).rstrip("\n")
+    _inner_line = output_line.removeprefix(_MARK).rstrip("\n")
     return True
 
 
@@ -161,11 +161,11 @@ def _describe_stages(stages: Sequence[Stage]) -> str:
 
     An inner command separates the time by a tab, for the command that shows it.
     """
-    inner_stages, _, inner_duration = _below.partition("\t")
+    inner_stages, _, inner_duration = _inner_line.partition("\t")
     durations = (format_seconds(seconds) for stage in stages if (seconds := stage.shown_left or 0) >= 1)
     duration = next(durations, inner_duration)
-    chain, mark = " > ".join(filter(None, [*map(str, stages), inner_stages])), "\t" if is_step else "; left: "
-    return f"{chain}{mark}{duration}" if duration else chain
+    chain, separator = " > ".join(filter(None, [*map(str, stages), inner_stages])), "\t" if is_step else "; left: "
+    return f"{chain}{separator}{duration}" if duration else chain
 
 
 class _Bar(tqdm):
@@ -194,10 +194,10 @@ class _Bar(tqdm):
                 self.n = next((stage.done / stage.total for stage in stages if stage.total and stage.done), 0.0)
                 return bool(super().display(msg, pos))
             elif is_step:
-                words = _describe_stages(stages[1:])  # the starter's own stage says which command this is
-                if words not in ("", self._relayed):
-                    self._write(f"{_MARK}{words}")
-                self._relayed = words
+                stages_text = _describe_stages(stages[1:])  # the starter's own stage says which command this is
+                if stages_text not in ("", self._relayed):
+                    self._write(f"{_MARK}{stages_text}")
+                self._relayed = stages_text
             elif stages and time.monotonic() >= self._heard + INTERVAL:
                 self._write(f"progress: {_describe_stages(stages)}; {format_seconds(stages[0].seconds_spent)} so far")
         return False
@@ -235,4 +235,4 @@ def _can_draw(stream: TextIO) -> bool:
 _stages: list[Stage] = []  # the active ones, in the order in which they began
 _bar: _Bar | None = None
 is_step = False  # whether this is an inner command, whose progress an outer one shows
-_below = ""  # the progress of the inner command that this one runs: its stages, and after a tab the time left
+_inner_line = ""  # the progress of the inner command that this one runs: its stages, and after a tab the time left

@@ -42,24 +42,24 @@ def only_run(folder: Path, what: str) -> Iterator[None]:
     over, and one line names that run. Raises `UserError` if another run is writing `what` there, naming its process and
     host, and if the file system does not support locks.
     """
-    run_lock, holder = _acquire(folder, what), folder / HOLDER_FILE
+    run_lock, holder_file = _acquire(folder, what), folder / HOLDER_FILE
     try:
-        if holder.exists():
-            process = _describe_process(holder)
-            print(f"out_dir={folder}: taken over from a run that did not end by itself: {process}", flush=True)
-        started, job = time.strftime("%Y-%m-%d %H:%M:%S %z"), os.environ.get("SLURM_JOB_ID")
-        record = {"process": os.getpid(), "host": socket.gethostname(), "started": started, "slurm_job": job}
-        write_json(holder, {**record, "command": make_legible(shlex.join(sys.argv))})
+        if holder_file.exists():
+            process_text = _describe_process(holder_file)
+            print(f"out_dir={folder}: taken over from a run that did not end by itself: {process_text}", flush=True)
+        start_text, slurm_job = time.strftime("%Y-%m-%d %H:%M:%S %z"), os.environ.get("SLURM_JOB_ID")
+        record = {"process": os.getpid(), "host": socket.gethostname(), "started": start_text, "slurm_job": slurm_job}
+        write_json(holder_file, {**record, "command": make_legible(shlex.join(sys.argv))})
         yield
     finally:
         with suppress(OSError):
-            holder.unlink()
+            holder_file.unlink()
         run_lock.release()
 
 
-def require_free(folder: Path, run_files: Sequence[str], resume: bool) -> None:
+def require_free(folder: Path, file_patterns: Sequence[str], resume: bool) -> None:
     """Raise `UserError` if resume is off and `folder` has a file of an earlier run. run_files: their patterns."""
-    names = sorted(path.name for pattern in run_files for path in folder.glob(pattern))
+    names = sorted(path.name for pattern in file_patterns for path in folder.glob(pattern))
     if names and not resume:
         raise UserError(
             f"out_dir={folder}: holds an earlier run ({names[-1]}); resume=true continues it, another out_dir keeps "
@@ -73,14 +73,14 @@ def require_usable(folder: Path) -> None:
         _acquire(folder, "files").release()
 
 
-def _acquire(folder: Path, what: str) -> FileLock:
+def _acquire(folder: Path, output: str) -> FileLock:
     """The lock of `folder`, acquired. Raises `UserError` as `only_run` does."""
     run_lock = lock(folder / LOCK_FILE)
     try:
         run_lock.acquire(timeout=0)
     except Timeout:
         raise UserError(
-            f"out_dir={folder}: another run is writing {what} there: {_describe_process(folder / HOLDER_FILE)}; wait "
+            f"out_dir={folder}: another run is writing {output} there: {_describe_process(folder / HOLDER_FILE)}; wait "
             "for it, or give another out_dir"
         ) from None
     except (OSError, NotImplementedError) as error:  # older versions of filelock raise the latter without flock
@@ -106,12 +106,12 @@ def run_time() -> datetime | None:
 @contextmanager
 def remove_if_unused(folder: Path) -> Iterator[None]:
     """Context manager: remove a `folder` that this command made, if it fails before anything is written there."""
-    new = not folder.exists()
+    is_new = not folder.exists()
     try:
         yield
     except BaseException:
         with suppress(OSError):
-            if new and {path.name for path in folder.iterdir()} <= {LOCK_FILE}:
+            if is_new and {path.name for path in folder.iterdir()} <= {LOCK_FILE}:
                 shutil.rmtree(folder)
         raise
 
@@ -132,49 +132,49 @@ def rehearsal_folder(out_dir: str) -> Path:
 
 def require_rehearsal(folder: Path, mark: str) -> None:
     """Raise `UserError` if `folder`, about to be cleared, holds files but no `mark`, the file of every rehearsal."""
-    names = {path.name for path in folder.iterdir()} if folder.exists() else set()
-    if names - {LOCK_FILE, HOLDER_FILE} and mark not in names:
+    file_names = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    if file_names - {LOCK_FILE, HOLDER_FILE} and mark not in file_names:
         raise UserError(f"{folder}: debug=true runs there, and it holds something else; choose another out_dir")
 
 
-def _describe_process(holder: Path) -> str:
+def _describe_process(holder_file: Path) -> str:
     try:
-        record = read_mapping(holder, "record of a run", "remove it")
+        record = read_mapping(holder_file, "record of a run", "remove it")
         job = f", Slurm job {record['slurm_job']}" if record["slurm_job"] else ""
         return f"process {record['process']} on {record['host']}{job}, since {record['started']} ({record['command']})"
     except (UserError, KeyError):
-        return f"a process that {holder.name} does not name"
+        return f"a process that {holder_file.name} does not name"
 
 
-def check_identity(old_identity: object, identity: Mapping[str, object], where: Path) -> None:
-    """Raise `UserError` naming every entry in which `identity` differs from `old_identity`, the JSON in `where`.
+def check_identity(old_identity: object, identity: Mapping[str, object], record_path: Path) -> None:
+    """Raise `UserError` naming every entry in which `identity` differs from `old_identity`, the JSON in `record_path`.
 
     "code", the version that wrote the record, may differ: a run of a week must survive a fix of unrelated code.
     """
     if not isinstance(old_identity, Mapping):
-        raise UserError(f"resume=true: {where} does not say how it was made; give another out_dir")
+        raise UserError(f"resume=true: {record_path} does not say how it was made; give another out_dir")
     old_identity = {key: value for key, value in old_identity.items() if key != "code"}
     changes = differences(old_identity, json.loads(json.dumps(identity)))
-    wrong = [f"{key}={_show(new)} (was {_show(old)})" for key, old, new in changes]
-    if wrong:
+    changed_settings = [f"{key}={_show(new)} (was {_show(old)})" for key, old, new in changes]
+    if changed_settings:
         raise UserError(
-            f"resume=true: {where} was made with other settings: {list_words(wrong, _MOST_CHANGES)}; "
+            f"resume=true: {record_path} was made with other settings: {list_words(changed_settings, _MOST_CHANGES)}; "
             "give the same ones, or another out_dir"
         )
 
 
-def is_finished(record: Path, identity: Mapping[str, object], resume: bool) -> bool:
+def is_finished(record_file: Path, identity: Mapping[str, object], resume: bool) -> bool:
     """Whether a run with this `identity` has finished.
 
     record: the JSON file that a run writes last, whose "made_of" is its identity.
 
     Raises `UserError` if a run with another identity has finished, or if one has and `resume` is off.
     """
-    if not record.exists():
+    if not record_file.exists():
         return False
-    require_free(record.parent, (record.name,), resume)
-    report = read_mapping(record, "report of a run", "remove it, or give another out_dir")
-    check_identity(report.get("made_of"), identity, record)
+    require_free(record_file.parent, (record_file.name,), resume)
+    report = read_mapping(record_file, "report of a run", "remove it, or give another out_dir")
+    check_identity(report.get("made_of"), identity, record_file)
     return True
 
 

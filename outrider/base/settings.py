@@ -132,13 +132,13 @@ free = partial(opt, decides=False)  # a field that affects no result, so that a 
 
 def debug_value(field: "dataclasses.Field[object]", value: object, step: bool) -> object:
     """The value of an option in a rehearsal (see `opt`), or in a step of one."""
-    debug = field.metadata.get("debug", value)
-    debug = field.metadata.get("step_debug", debug) if step else debug
-    if callable(debug):
-        return debug(value)
-    if isinstance(debug, int | float) and not isinstance(debug, bool):
-        return min(value, debug) if isinstance(value, int | float) else value
-    return debug
+    rehearsal_value = field.metadata.get("debug", value)
+    rehearsal_value = field.metadata.get("step_debug", rehearsal_value) if step else rehearsal_value
+    if callable(rehearsal_value):
+        return rehearsal_value(value)
+    if isinstance(rehearsal_value, int | float) and not isinstance(rehearsal_value, bool):
+        return min(value, rehearsal_value) if isinstance(value, int | float) else value
+    return rehearsal_value
 
 
 def always(value: object) -> Callable[[object], object]:
@@ -146,9 +146,9 @@ def always(value: object) -> Callable[[object], object]:
     return lambda _: value
 
 
-def if_given(value: object) -> Callable[[object], object]:
-    """debug=if_given(64): a rehearsal has 64, unless the option is null."""
-    return lambda current: None if current is None else value
+def unless_null(value: object) -> Callable[[object], object]:
+    """debug=unless_null(64): a rehearsal has 64, unless the option is null."""
+    return lambda option_value: None if option_value is None else value
 
 
 _type_hints: Callable[[object], dict[str, object]] = cache(partial(typing.get_type_hints, include_extras=True))
@@ -170,12 +170,12 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Raises `UserError` naming the first field of a wrong type, out of range, or set although it is not read."""
-        kind: type = type(self)
-        _validate(_fields_of(kind).validate_python, (vars(self),), "", vars(self))
+        settings_class: type = type(self)
+        _validate(_fields_of(settings_class).validate_python, (vars(self),), "", vars(self))
         for field in dataclasses.fields(self):
-            for option in self.unread_with(field.name):
-                require_defaults(self, [field.name], f"{option}={getattr(self, option)} does not read it")
-        for base in reversed(kind.__mro__):
+            for option_name in self.disabled_by(field.name):
+                require_defaults(self, [field.name], f"{option_name}={getattr(self, option_name)} does not read it")
+        for base in reversed(settings_class.__mro__):
             vars(base).get("check_fields", lambda _: None)(self)
 
     @classmethod
@@ -187,51 +187,51 @@ class Settings:
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         """The JSON schema of pydantic, with the docstrings of inherited fields too."""
-        described = handler(schema)
-        fields = handler.resolve_ref_schema(described)["properties"]
+        json_schema = handler(schema)
+        field_schemas = handler.resolve_ref_schema(json_schema)["properties"]
         for base in filter(dataclasses.is_dataclass, cls.__bases__):
-            for name, field in TypeAdapter(base).json_schema()["properties"].items():
-                if "description" in field:
-                    fields[name].setdefault("description", field["description"])
-        return described
+            for name, base_schema in TypeAdapter(base).json_schema()["properties"].items():
+                if "description" in base_schema:
+                    field_schemas[name].setdefault("description", base_schema["description"])
+        return json_schema
 
     def require(self, key: str, condition: bool, expected: str) -> None:
         """Raise `UserError` naming the option with the dotted key `key` and its value, unless `condition` holds."""
         require(condition, key, attrgetter(key)(self), expected)
 
-    def unread_with(self, name: str) -> list[str]:
-        """The options with whose values the field `name` is not read (see `only`)."""
-        metadata = getattr(field_types(type(self))[name], "__metadata__", ())
+    def disabled_by(self, field_name: str) -> list[str]:
+        """The options with whose values the field `field_name` is not read (see `only`)."""
+        metadata = getattr(field_types(type(self))[field_name], "__metadata__", ())
         conditions = [condition for rule in metadata if isinstance(rule, Only) for condition in rule.options]
         return [option for option, values in conditions if getattr(self, option) not in values]
 
-    def require_paths(self, is_checked: Callable[[str], bool], path: str = "") -> None:
+    def require_paths(self, is_checked: Callable[[str], bool], key_prefix: str = "") -> None:
         """Raise `UserError` for the first `InputPath` at which there is nothing, or something that does not suit.
 
         Nested settings are checked too. is_checked: whether to check the option with a dotted key. path: the key of
         these settings.
         """
-        for name, kind in field_types(type(self)).items():
-            key, value = _join(path, name), getattr(self, name)
-            members = value if isinstance(value, Mapping) else {"": value}
-            for member, inner in members.items():
-                if isinstance(inner, Settings):
-                    inner.require_paths(is_checked, _join(key, member))
+        for name, field_type in field_types(type(self)).items():
+            key, value = _join(key_prefix, name), getattr(self, name)
+            member_values = value if isinstance(value, Mapping) else {"": value}
+            for member_name, member_value in member_values.items():
+                if isinstance(member_value, Settings):
+                    member_value.require_paths(is_checked, _join(key, member_name))
             if value is None or not is_checked(key):
                 continue
-            paths = [value] if isinstance(value, str) else members.values() if value is members else value
-            for constraint in constraints_of(kind):
+            paths = [value] if isinstance(value, str) else member_values.values() if value is member_values else value
+            for constraint in constraints_of(field_type):
                 for input_path in paths:
                     constraint.require(key, input_path)
 
     def decisions(self) -> dict[str, object]:
         """The fields that affect results, as plain containers; a resumed run must agree on them."""
-        content = {}
+        deciding_values = {}
         for field in dataclasses.fields(self):
-            mark = field.metadata.get("decides", True)
-            if getattr(self, mark) if isinstance(mark, str) else mark:
-                content[field.name] = _to_plain(getattr(self, field.name))
-        return content
+            decides = field.metadata.get("decides", True)
+            if getattr(self, decides) if isinstance(decides, str) else decides:
+                deciding_values[field.name] = _to_plain(getattr(self, field.name))
+        return deciding_values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -247,23 +247,23 @@ class RunConfig(Settings):
         require(bool(self.out_dir), "out_dir", self.out_dir, "a directory")
 
 
-def gives(keys: Collection[str], key: str) -> bool:
+def covers(keys: Collection[str], key: str) -> bool:
     """Whether `keys` have the dotted `key` or a key that contains it: {"fit"} gives "fit.seed"."""
-    return any(key == outer or key.startswith(f"{outer}.") for outer in keys)
+    return any(key == outer_key or key.startswith(f"{outer_key}.") for outer_key in keys)
 
 
-def missing_error(key: str, what: str) -> UserError:
+def missing_error(key: str, description: str) -> UserError:
     """The error for an option that must be given. what: its description."""
-    return UserError(f"{key}: missing; give it as {key}=VALUE: {what}")
+    return UserError(f"{key}: missing; give it as {key}=VALUE: {description}")
 
 
-def require_defaults(config: Settings, names: Iterable[str], why: str, prefix: str = "") -> None:
+def require_defaults(config: Settings, field_names: Iterable[str], why: str, prefix: str = "") -> None:
     """Raise `UserError` unless these fields are at their defaults, as others would have no effect. why: they would not.
 
     Of nested settings the error names the first field that differs. prefix: the dotted key of `config`, with a dot.
     """
     fields = {field.name: field for field in dataclasses.fields(config)}
-    for name in names:
+    for name in field_names:
         field, setting = fields[name], getattr(config, name)
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         if isinstance(setting, Settings):  # the fields that are changed, one by one
@@ -272,33 +272,33 @@ def require_defaults(config: Settings, names: Iterable[str], why: str, prefix: s
 
 
 @overload
-def construct(value_type: type[Value], value: object, path: str = "") -> Value: ...
+def construct(value_type: type[Value], value: object, key_path: str = "") -> Value: ...
 
 
 @overload
-def construct(value_type: object, value: object, path: str = "") -> Any: ...  # no class, as a union
+def construct(value_type: object, value: object, key_path: str = "") -> Any: ...  # no class, as a union
 
 
-def construct(value_type: object, value: object, path: str = "") -> object:
+def construct(value_type: object, value: object, key_path: str = "") -> object:
     """A `value_type` made from `value`, its `dataclasses.asdict` in JSON; restores dataclasses, tuples and sets.
 
     Raises `UserError` naming the key path of a value that is missing, unknown, of a wrong type, or refused by a
     `__post_init__`. A number of type float may be written as an integer; NaN and infinities are refused.
     """
     try:
-        text = json.dumps([value])
+        json_text = json.dumps([value])
     except (TypeError, ValueError):
-        raise UserError(f"{path}={value!r}: expected numbers and texts, and lists and mappings of those") from None
-    return _validate(partial(_adapter(value_type).validate_json, strict=True), text, path, value)[0]
+        raise UserError(f"{key_path}={value!r}: expected numbers and texts, and lists and mappings of those") from None
+    return _validate(partial(_adapter(value_type).validate_json, strict=True), json_text, key_path, value)[0]
 
 
-def read_as(value_type: type[Value], path: Path | str, what: str, remedy: str) -> Value:
+def read_as(value_type: type[Value], path: Path | str, content_name: str, remedy: str) -> Value:
     """The JSON file `path` as a `value_type` (see `construct`). Raises `UserError` as `read_json` does."""
-    value = read_json(path, what, remedy)
+    value = read_json(path, content_name, remedy)
     try:
         return construct(value_type, value)
     except UserError as error:
-        raise UserError(f"{path}: damaged {what} ({error}); {remedy}") from None
+        raise UserError(f"{path}: damaged {content_name} ({error}); {remedy}") from None
 
 
 @cache
@@ -322,7 +322,7 @@ def _run_checks(settings: Settings) -> Settings:
     return settings
 
 
-def _validate(validate: Callable[[Data], Value], data: Data, path: str, value: object) -> Value:
+def _validate(validate: Callable[[Data], Value], data: Data, key_path: str, value: object) -> Value:
     """The result of pydantic's `validate` for `data`, which is `value` in a list (its locations begin with 0).
 
     pydantic lists an error for each member of a union, some of them inside a member. The `UserError` names the deepest
@@ -331,11 +331,11 @@ def _validate(validate: Callable[[Data], Value], data: Data, path: str, value: o
     try:
         return validate(data)
     except UserError as error:  # raised by a dataclass that is no `Settings`
-        raise UserError(f"{path}: {error}" if path else str(error)) from None
+        raise UserError(f"{key_path}: {error}" if key_path else str(error)) from None
     except ValidationError as error:
-        faults = [(*_value_at(fault["loc"][1:], value, path), fault) for fault in error.errors(include_url=False)]
-    within = re.compile(f"{re.escape(faults[0][0])}($|[.[])")
-    key, setting, fault = max((f for f in faults if within.match(f[0])), key=lambda f: len(f[0]))
+        faults = [(*_value_at(fault["loc"][1:], value, key_path), fault) for fault in error.errors(include_url=False)]
+    inside_pattern = re.compile(f"{re.escape(faults[0][0])}($|[.[])")
+    key, setting, fault = max((f for f in faults if inside_pattern.match(f[0])), key=lambda f: len(f[0]))
     match fault["type"]:
         case "missing":
             raise UserError(f"{_join(key, str(fault['loc'][-1]))}: missing")
@@ -344,21 +344,21 @@ def _validate(validate: Callable[[Data], Value], data: Data, path: str, value: o
         case "refused":
             raise UserError(_join(key, fault["msg"]))
         case "json_invalid":  # Python writes such JSON, which pydantic does not read
-            raise UserError(f"{path or 'found'}: a lone surrogate in a text, or containers nested too deeply")
+            raise UserError(f"{key_path or 'found'}: a lone surrogate in a text, or containers nested too deeply")
     texts = dict.fromkeys(f[2]["msg"].removeprefix("Input should be ") for f in faults if f[0] == key)
     phrases = (re.sub(r"^(?=greater|less)", "a number ", re.sub(r"^(a valid \w+),.*", r"\1", text)) for text in texts)
     expected = " or ".join(phrases)
     raise UserError(f"{key}={setting!r}: expected {expected}" if key else f"found {setting!r}: expected {expected}")
 
 
-def _value_at(parts: Sequence[int | str], value: object, path: str) -> tuple[str, object]:
+def _value_at(location: Sequence[int | str], value: object, key_path: str) -> tuple[str, object]:
     """The dotted key of pydantic's location in `value`, without the names of union members; and the value there."""
-    for part in parts:
-        if isinstance(value, Mapping) and part in value:
-            path, value = _join(path, str(part)), value[part]
-        elif isinstance(value, list | tuple) and isinstance(part, int) and part < len(value):
-            path, value = f"{path}[{part}]", value[part]
-    return path, value
+    for key_or_index in location:
+        if isinstance(value, Mapping) and key_or_index in value:
+            key_path, value = _join(key_path, str(key_or_index)), value[key_or_index]
+        elif isinstance(value, list | tuple) and isinstance(key_or_index, int) and key_or_index < len(value):
+            key_path, value = f"{key_path}[{key_or_index}]", value[key_or_index]
+    return key_path, value
 
 
 def _to_plain(value: object) -> object:
@@ -373,9 +373,9 @@ def _to_plain(value: object) -> object:
 def constraints_of(value_type: object) -> Iterator[Named]:
     """The `Named` metadata of the type `value_type`, also within a union or a list."""
     yield from (constraint for constraint in getattr(value_type, "__metadata__", ()) if isinstance(constraint, Named))
-    for inner in typing.get_args(value_type):
-        yield from constraints_of(inner)
+    for inner_type in typing.get_args(value_type):
+        yield from constraints_of(inner_type)
 
 
-def _join(path: str, key: str) -> str:
-    return f"{path}.{key}" if path and key else path or key
+def _join(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix and key else prefix or key

@@ -42,5 +42,5 @@ class Streams:
 
         torch's generators use 64 bits on CUDA and 32 on a CPU: too few to guarantee that many streams differ.
         """
-        name = json.dumps([self.seed, self.prompt, self.repeat, *self.path, *purpose])
-        return int.from_bytes(hashlib.sha256(name.encode()).digest()[: bits // 8], "big")
+        stream_name = json.dumps([self.seed, self.prompt, self.repeat, *self.path, *purpose])
+        return int.from_bytes(hashlib.sha256(stream_name.encode()).digest()[: bits // 8], "big")

@@ -36,19 +36,19 @@ class WandbConfig(Settings):
 
     def is_on(self) -> bool:
         """Whether anything is logged. Raises `UserError` if wandb is needed and missing, or its key is invalid."""
-        on = self.resolve_mode() != "disabled"
-        if on:
+        is_enabled = self.resolve_mode() != "disabled"
+        if is_enabled:
             read_secret("WANDB_API_KEY")
-        if on and find_spec("wandb") is None:
+        if is_enabled and find_spec("wandb") is None:
             raise UserError("wandb.mode: wandb is not installed; pip install wandb, or disabled")
-        return on
+        return is_enabled
 
     def init_options(self, out_dir: Path) -> dict[str, Any]:
         """The arguments of `wandb.init` except the project; a run whose id is stored in `out_dir` is continued."""
         id_file = out_dir / ID_FILE
         run_id = id_file.read_text("utf-8").strip() if id_file.exists() else None
-        where = {"mode": self.resolve_mode(), "dir": str(out_dir)}
-        return {"name": self.name, **where, "id": run_id, "resume": "allow" if run_id else None}
+        mode_and_dir = {"mode": self.resolve_mode(), "dir": str(out_dir)}
+        return {"name": self.name, **mode_and_dir, "id": run_id, "resume": "allow" if run_id else None}
 
 
 def _netrc_has_wandb() -> bool:

@@ -39,11 +39,11 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # control characters of
 _BEARER = re.compile(r"(?i)\b(bearer\s+)[^\s'\",]+")
 
 
-def read_secret(name: str) -> str | None:
-    """The key in the environment variable `name`, None without one. Raises `UserError` if no header can hold it."""
-    key = os.environ.get(name) or None
+def read_secret(env_var: str) -> str | None:
+    """The key in the environment variable `env_var`, None without one. Raises `UserError` if no header can hold it."""
+    key = os.environ.get(env_var) or None
     if key and not (key.isascii() and key.isprintable()):
-        raise UserError(f"{name}: the key in it has a line break or another character that no key has; set it again")
+        raise UserError(f"{env_var}: the key in it has a line break or another character that no key has; set it again")
     return key
 
 
@@ -58,9 +58,9 @@ def remove_secrets(text: str) -> str:
 
 def _replace_value(text: str, secret: str, label: str) -> str:
     """`text` with `label` for each printable part of `secret`, as the other characters may be escaped in `text`."""
-    for part in re.split(r"[^ -~]+", secret):
-        if len(part) >= _SHORTEST_SECRET:
-            text = text.replace(part, label).replace(repr(part)[1:-1], label)
+    for secret_part in re.split(r"[^ -~]+", secret):
+        if len(secret_part) >= _SHORTEST_SECRET:
+            text = text.replace(secret_part, label).replace(repr(secret_part)[1:-1], label)
     return text
 
 
@@ -79,8 +79,8 @@ def escape_controls(text: str) -> str:
 
 def did_you_mean(typo: str, names: Iterable[str]) -> str:
     """A hint for an error: the name that `typo` is most similar to; empty if it is similar to none."""
-    close = difflib.get_close_matches(typo, names, n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    close_matches = difflib.get_close_matches(typo, names, n=1)
+    return f"; did you mean {close_matches[0]!r}?" if close_matches else ""
 
 
 def format_seconds(seconds: float) -> str:
@@ -89,15 +89,15 @@ def format_seconds(seconds: float) -> str:
     return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
 
 
-def format_value(value: object, spell: Callable[[str], str] = str) -> str:
-    """A value as on a command line: null, true, 0.5, [a,b], {}; `spell` writes the texts in it."""
+def format_value(value: object, format_text: Callable[[str], str] = str) -> str:
+    """A value as on a command line: null, true, 0.5, [a,b], {}; `format_text` writes the texts in it."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, Mapping):
         return "{}"  # an option that holds others has only this default
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return f"[{','.join(format_value(member, spell) for member in value)}]"
-    return str(value) if isinstance(value, int | float) else spell(str(value))
+        return f"[{','.join(format_value(member, format_text) for member in value)}]"
+    return str(value) if isinstance(value, int | float) else format_text(str(value))
 
 
 def quote_value(text: str) -> str:
@@ -150,8 +150,8 @@ class Table:
     rows: Sequence[Sequence[str]]
 
     def markdown(self) -> list[str]:
-        rows = ["".join(f" {cell} |" if cell else " |" for cell in row) for row in (list(self.columns), *self.rows)]
-        return [f"|{rows[0]}", "|" + "---|" * len(self.columns), *(f"|{row}" for row in rows[1:])]
+        lines = ["".join(f" {cell} |" if cell else " |" for cell in row) for row in (list(self.columns), *self.rows)]
+        return [f"|{lines[0]}", "|" + "---|" * len(self.columns), *(f"|{row}" for row in lines[1:])]
 
 
 class _CellFormatter(string.Formatter):
@@ -163,20 +163,20 @@ class _CellFormatter(string.Formatter):
         except (AttributeError, KeyError, IndexError, TypeError):
             return "", name
 
-    def format_field(self, value: object, form: str) -> str:
-        return format_figure(value, form)
+    def format_field(self, value: object, format_spec: str) -> str:
+        return format_figure(value, format_spec)
 
 
-def format_figure(value: object, form: str = "interval") -> str:
+def format_figure(value: object, format_spec: str = "interval") -> str:
     """A figure as text. None is a dash, and a text stays as it is.
 
     form: as of `format`; with "?" appended, zero is a dash too.
     """
     if isinstance(value, str):
         return value
-    if value is None or (form.endswith("?") and not value):
+    if value is None or (format_spec.endswith("?") and not value):
         return "–"
-    return format(value, form.removesuffix("?"))
+    return format(value, format_spec.removesuffix("?"))
 
 
 def fill_table(columns: Columns, records: Iterable[Mapping[str, object]]) -> Table:

@@ -24,7 +24,7 @@ from outrider.base.files import read_mapping
 from outrider.base.large_imports import import_large
 from outrider.base.progress import show_command, shows_progress
 from outrider.base.run_dirs import rehearsal_folder, remove_if_unused, require_free, require_usable
-from outrider.base.settings import RunConfig, Settings, construct, field_types, gives
+from outrider.base.settings import RunConfig, Settings, construct, covers, field_types
 from outrider.cli import COMMANDS, USER_ERROR_STATUS, print_anything, print_text, report_crash, usage
 from outrider.commands.composing import (
     build,
@@ -41,8 +41,8 @@ from outrider.draft_models.targets.settings import Rehearsed
 from outrider.inference.settings.method import CONF_DIR
 
 
-def main_of(name: str) -> Callable[[], None]:
-    """The command `name`, which reads its words from sys.argv.
+def main_of(command_name: str) -> Callable[[], None]:
+    """The command `command_name`, which reads its words from sys.argv.
 
     A `UserError`, a config error or a storage error (disk full, no permission) ends the process with one message on
     stderr and status 2, Ctrl-C with 130, SIGTERM with 143, everything else with its traceback and status 3.
@@ -51,9 +51,9 @@ def main_of(name: str) -> Callable[[], None]:
     @report_crash()
     def main() -> None:
         print_anything()
-        line = write_resume_line() if "resume" in field_types(COMMANDS[name].load_settings()) else ""
-        with end_on_sigterm(), report_errors(line):
-            run_words(name, sys.argv[1:], line)
+        resume_line = write_resume_line() if "resume" in field_types(COMMANDS[command_name].load_settings()) else ""
+        with end_on_sigterm(), report_errors(resume_line):
+            run_words(command_name, sys.argv[1:], resume_line)
 
     return main
 
@@ -65,39 +65,39 @@ def run_script(name: str) -> NoReturn:
     sys.exit()
 
 
-def run_words(name: str, words: Sequence[str], line: str) -> None:
+def run_words(command_name: str, words: Sequence[str], resume_line: str) -> None:
     """Print the help for --help, the usual lines for no words; else run the command. line: see `report_errors`.
 
     With --settings FILE it runs with settings that a pipeline wrote there, beside the options they were made of.
     """
     if {"--help", "-h"} & {*words}:
         overrides = [word for word in words if not word.startswith("-")]
-        print_text("\n".join([*usage(name), "", help_text(name, overrides)]))
+        print_text("\n".join([*usage(command_name), "", help_text(command_name, overrides)]))
         return
     if not words:
-        print("\n".join([*usage(name), "any option starts it; --help has all"]), file=sys.stderr)
+        print("\n".join([*usage(command_name), "any option starts it; --help has all"]), file=sys.stderr)
         sys.exit(USER_ERROR_STATUS)
     _quiet_libraries()
     if words[:1] == ["--settings"] and words[1:]:
         record = read_mapping(words[1], "settings of a command", "the pipeline writes them again")
         sys.argv[1:] = construct(list[str], record["words"])  # the options that its records name
-        carry_out(name, construct(COMMANDS[name].load_settings(), record["settings"]))
+        carry_out(command_name, construct(COMMANDS[command_name].load_settings(), record["settings"]))
     else:
-        compose_and_run(name, words, line)
+        compose_and_run(command_name, words, resume_line)
 
 
-def compose_and_run(name: str, words: Sequence[str], line: str) -> None:
+def compose_and_run(command_name: str, words: Sequence[str], resume_line: str) -> None:
     """Run the command with the options `words`: Hydra reads conf/NAME.yaml and the options in sys.argv."""
-    sys.argv[1:] = COMMANDS[name].complete_words(keep_texts(name, words))
-    check_words(name, sys.argv[1:])
-    store_defaults(name)
+    sys.argv[1:] = COMMANDS[command_name].complete_words(keep_texts(command_name, words))
+    check_words(command_name, sys.argv[1:])
+    store_defaults(command_name)
 
     def job(composed: DictConfig) -> None:
-        with report_errors(line):  # here, as Hydra prints a banner around an exception that leaves it
+        with report_errors(resume_line):  # here, as Hydra prints a banner around an exception that leaves it
             typed_keys = typed_keys_of(HydraConfig.get().overrides.task)
-            carry_out(name, build(COMMANDS[name].load_settings(), composed, typed_keys), typed_keys)
+            carry_out(command_name, build(COMMANDS[command_name].load_settings(), composed, typed_keys), typed_keys)
 
-    hydra.main(version_base=None, config_path=str(CONF_DIR), config_name=name)(job)()
+    hydra.main(version_base=None, config_path=str(CONF_DIR), config_name=command_name)(job)()
 
 
 def carry_out(name: str, config: Settings, typed_keys: Collection[str] = ()) -> None:
@@ -108,25 +108,25 @@ def carry_out(name: str, config: Settings, typed_keys: Collection[str] = ()) -> 
     look_for_files(config, typed_keys)
     with show_command(name), remove_if_unused(Path(getattr(config, "out_dir", "."))):
         look_for_out_dir(config)
-        run = partial(_call, COMMANDS[name].runs)
+        run_command = partial(_call, COMMANDS[name].runs)
         if isinstance(config, Rehearsed) and config.debug:
-            import_large("outrider.inference.loading.rehearsal").rehearse(run, config, typed_keys)
+            import_large("outrider.inference.loading.rehearsal").rehearse(run_command, config, typed_keys)
         else:
-            run(config)
+            run_command(config)
 
 
-def _call(path: str, config: Settings) -> None:
-    """Call the function `path`, "module:function" in outrider, with `config`."""
-    module, _, function = path.partition(":")
-    getattr(import_large(f"outrider.{module}"), function)(config)
+def _call(function_path: str, config: Settings) -> None:
+    """Call the function `function_path`, "module:function" in outrider, with `config`."""
+    module_name, _, function_name = function_path.partition(":")
+    getattr(import_large(f"outrider.{module_name}"), function_name)(config)
 
 
-def config_for(script: str, words: Sequence[str]) -> Any:
+def config_for(script_path: str, words: Sequence[str]) -> Any:
     """The config with which a command would run given the options `words`. script: its file, as "train/eesd.py".
 
     Raises `UserError`.
     """
-    (command,) = (command for command in COMMANDS.values() if command.script == script)
+    (command,) = (command for command in COMMANDS.values() if command.script == script_path)
     overrides = command.complete_words(words)
     try:
         return build(command.load_settings(), compose_config(command.name, overrides), typed_keys_of(overrides))
@@ -141,10 +141,10 @@ def look_for_files(config: Settings, typed_keys: Collection[str] = ()) -> None:
     answered.
     """
     debug = getattr(config, "debug", False)
-    plan = getattr(config, "plan", False) and not getattr(config, "asks", False)
+    is_plan = getattr(config, "plan", False) and not getattr(config, "asks", False)
 
     def is_checked(key: str) -> bool:
-        return not (plan and key.partition(".")[0] in ("data", "prompts")) and (gives(typed_keys, key) or not debug)
+        return not (is_plan and key.partition(".")[0] in ("data", "prompts")) and (covers(typed_keys, key) or not debug)
 
     config.require_paths(is_checked)
 
@@ -161,7 +161,7 @@ def look_for_out_dir(config: Settings) -> None:
 
 def _quiet_libraries() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that composition errors arrive unformatted
-    for library in ("HUB", "DATASETS"):  # transformers' bars go by the first
-        os.environ.setdefault(f"HF_{library}_DISABLE_PROGRESS_BARS", "1")
+    for library_name in ("HUB", "DATASETS"):  # transformers' bars go by the first
+        os.environ.setdefault(f"HF_{library_name}_DISABLE_PROGRESS_BARS", "1")
     # A warning that DeepSpeed has without a GPU.
-    logging.getLogger("DeepSpeed").addFilter(lambda log: "Setting accelerator" not in log.getMessage())
+    logging.getLogger("DeepSpeed").addFilter(lambda log_record: "Setting accelerator" not in log_record.getMessage())

@@ -46,19 +46,19 @@ def end_on_sigterm() -> Iterator[None]:
     The forks of this process, a launcher's other processes and the steps of a pipeline end at once. Python passes over
     an interrupt that is raised in a destructor or a callback of the garbage collector: then it is raised again.
     """
-    process = os.getpid()
+    process_id = os.getpid()
 
-    def handle(number: int, _: object) -> None:
-        if os.getpid() != process:
-            os._exit(128 + number)
+    def handle(signal_number: int, _: object) -> None:
+        if os.getpid() != process_id:
+            os._exit(128 + signal_number)
         raise Terminated
 
-    def interrupt_again(passed_over: "sys.UnraisableHookArgs") -> None:
-        if os.getpid() == process and issubclass(passed_over.exc_type, KeyboardInterrupt):
-            number = signal.SIGTERM if passed_over.exc_type is Terminated else signal.SIGINT
-            threading.Timer(_AGAIN, os.kill, (process, number)).start()
+    def interrupt_again(hook_args: "sys.UnraisableHookArgs") -> None:
+        if os.getpid() == process_id and issubclass(hook_args.exc_type, KeyboardInterrupt):
+            signal_number = signal.SIGTERM if hook_args.exc_type is Terminated else signal.SIGINT
+            threading.Timer(_AGAIN, os.kill, (process_id, signal_number)).start()
         else:
-            old_hook(passed_over)
+            old_hook(hook_args)
 
     old_handler = signal.signal(signal.SIGTERM, handle if _is_typed() else signal.SIG_DFL)
     old_hook, sys.unraisablehook = sys.unraisablehook, interrupt_again
@@ -70,7 +70,7 @@ def end_on_sigterm() -> Iterator[None]:
 
 
 @contextmanager
-def report_errors(line: str = "") -> Iterator[None]:
+def report_errors(resume_line: str = "") -> Iterator[None]:
     """Context manager: a `UserError`, a config or storage error ends the process, with one line on stderr and status 2.
 
     line: from `write_resume_line`, printed after Ctrl-C and SIGTERM.
@@ -80,7 +80,7 @@ def report_errors(line: str = "") -> Iterator[None]:
     except (KeyboardInterrupt, SystemError) as error:
         if isinstance(error, SystemError) and not isinstance(error.__cause__, KeyboardInterrupt):
             raise  # compiled code that is interrupted raises a SystemError from the interrupt
-        exit_interrupted(error, line)
+        exit_interrupted(error, resume_line)
     except UserError as error:
         _fail(" ".join(str(error).splitlines()).encode(errors="backslashreplace").decode())
     except (HydraException, OmegaConfBaseException) as error:
@@ -91,15 +91,15 @@ def report_errors(line: str = "") -> Iterator[None]:
         _fail(f"{error.filename or 'output'}: {error.strerror}; free space or choose another out_dir")
 
 
-def exit_interrupted(error: BaseException, line: str) -> NoReturn:
-    """Print `line`, of `write_resume_line`, and end the process after the interrupt `error`.
+def exit_interrupted(error: BaseException, resume_cmd: str) -> NoReturn:
+    """Print `resume_cmd`, of `write_resume_line`, and end the process after the interrupt `error`.
 
     A launcher sends SIGTERM after SIGINT: further signals are ignored until the line is printed.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, signal.SIG_IGN)
     if os.environ.get("RANK", "0") == "0":
-        print(f"interrupted{line and '; this continues it:'}\n{line}".rstrip(), file=sys.stderr, flush=True)
+        print(f"interrupted{resume_cmd and '; this continues it:'}\n{resume_cmd}".rstrip(), file=sys.stderr, flush=True)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(128 + (signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT))
 
@@ -109,14 +109,14 @@ def write_resume_line() -> str:
 
     Empty for a launcher's other processes and for the steps of a pipeline, which no user typed.
     """
-    name, *words = sys.argv
+    program, *words = sys.argv
     if not _is_typed():
         return ""
     resuming_words = add_resume(words)
-    command = ["python", name] if name.endswith(".py") else Path(name).name.split(" ")
-    line = find_typed_line(words, make=resuming_words == words) or [*command, *words]
-    ends_with_words = line[-len(words) :] == words
-    return remove_secrets(shlex.join([*line[: -len(words)], *resuming_words] if ends_with_words else line))
+    command_words = ["python", program] if program.endswith(".py") else Path(program).name.split(" ")
+    line_words = find_typed_line(words, make=resuming_words == words) or [*command_words, *words]
+    ends_with_words = line_words[-len(words) :] == words
+    return remove_secrets(shlex.join([*line_words[: -len(words)], *resuming_words] if ends_with_words else line_words))
 
 
 def add_resume(words: Sequence[str]) -> list[str]:
@@ -124,8 +124,8 @@ def add_resume(words: Sequence[str]) -> list[str]:
     if "resume=true" in words:
         return [*words]
     options = [word for word in words if word.partition("=")[0] != "resume"]
-    end = max((number for number, word in enumerate(options, 1) if "=" in word and word[0] != "-"), default=0)
-    return [*options[:end], "resume=true", *options[end:]]
+    insert_index = max((number for number, word in enumerate(options, 1) if "=" in word and word[0] != "-"), default=0)
+    return [*options[:insert_index], "resume=true", *options[insert_index:]]
 
 
 def find_typed_line(words: Sequence[str], *, make: bool) -> list[str]:
@@ -133,18 +133,18 @@ def find_typed_line(words: Sequence[str], *, make: bool) -> list[str]:
 
     make: the command line of the make that runs this, if there is one. Empty if no parent has such a line.
     """
-    typed, line, parents = list[str](), list[str](), list[psutil.Process]()
+    typed, argv, parents = list[str](), list[str](), list[psutil.Process]()
     with suppress(psutil.Error):
         parents = psutil.Process().parents()
     for parent in parents:
         with suppress(psutil.Error):  # it has ended, or is another user's
-            line = parent.cmdline()
-        program = Path(line[0]).name if line else ""
+            argv = parent.cmdline()
+        program = Path(argv[0]).name if argv else ""
         if make and program == "make":
-            return ["make", *line[1:]]
-        if line[-len(words) :] == [*words] and not program.endswith("sh"):
-            installed = program.startswith("python") and not line[1].startswith("-") and not Path(line[1]).suffix
-            typed = [Path(line[installed]).name, *line[installed + 1 :]]  # an installed command is typed without Python
+            return ["make", *argv[1:]]
+        if argv[-len(words) :] == [*words] and not program.endswith("sh"):
+            installed = program.startswith("python") and not argv[1].startswith("-") and not Path(argv[1]).suffix
+            typed = [Path(argv[installed]).name, *argv[installed + 1 :]]  # an installed command is typed without Python
     return typed
 
 
@@ -156,6 +156,6 @@ def _is_typed() -> bool:
 def _fail(message: str) -> NoReturn:
     """Print the error and exit; a launcher, which reads an error's file, prints it last."""
     print(line := f"error: {make_legible(message)}", file=sys.stderr)
-    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        write_json(Path(report), {"message": line, "timestamp": int(time.time())})
+    if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        write_json(Path(error_file), {"message": line, "timestamp": int(time.time())})
     sys.exit(USER_ERROR_STATUS)

@@ -34,43 +34,43 @@ class Option:
     meaning: str
 
 
-def help_text(name: str, overrides: list[str]) -> str:
+def help_text(command_name: str, overrides: list[str]) -> str:
     """The output of `--help` for the command whose config is conf/<name>.yaml, with `overrides` applied."""
-    schema = COMMANDS[name].load_settings()
-    purpose = re.split(r"(?<=[.!])\s", inspect.getdoc(schema) or "", maxsplit=1)[0]
-    indent, texts = " " * 4, dict[str, list[str]]()
-    for group, choices in groups_of(name).items():
-        texts[group] = textwrap.wrap(f"{group}: {', '.join(choices)}", _WIDTH, subsequent_indent=indent)
-    for option in options_of(schema, compose_config(name, overrides)):
-        meaning = textwrap.wrap(option.meaning, _WIDTH, initial_indent=indent, subsequent_indent=indent)
-        texts[option.key] = [f"{option.key}={option.default}   ({option.kind})", *meaning]
-    lines = [f"Options are key=value; a group is chosen with group=choice. {purpose}", ""]
-    for key in usual_keys(name, texts):
-        lines += texts.pop(key)
-    lines += ["", "The others:", *chain(*texts.values()), ""]
-    several = "--multirun runs several, e.g. -m fit.seed=0,1 'out_dir=runs/a/${fit.seed}'"
-    return "\n".join([*lines, f"--cfg job prints the config as composed; {several}"])
+    settings_class = COMMANDS[command_name].load_settings()
+    first_sentence = re.split(r"(?<=[.!])\s", inspect.getdoc(settings_class) or "", maxsplit=1)[0]
+    indent, lines_by_key = " " * 4, dict[str, list[str]]()
+    for group, choices in groups_of(command_name).items():
+        lines_by_key[group] = textwrap.wrap(f"{group}: {', '.join(choices)}", _WIDTH, subsequent_indent=indent)
+    for option in options_of(settings_class, compose_config(command_name, overrides)):
+        meaning_lines = textwrap.wrap(option.meaning, _WIDTH, initial_indent=indent, subsequent_indent=indent)
+        lines_by_key[option.key] = [f"{option.key}={option.default}   ({option.kind})", *meaning_lines]
+    lines = [f"Options are key=value; a group is chosen with group=choice. {first_sentence}", ""]
+    for key in usual_keys(command_name, lines_by_key):
+        lines += lines_by_key.pop(key)
+    lines += ["", "The others:", *chain(*lines_by_key.values()), ""]
+    multirun_hint = "--multirun runs several, e.g. -m fit.seed=0,1 'out_dir=runs/a/${fit.seed}'"
+    return "\n".join([*lines, f"--cfg job prints the config as composed; {multirun_hint}"])
 
 
-def usual_keys(name: str, available: Collection[str]) -> list[str]:
-    """The options and groups of a command to read first, `_USUAL` of those `available`.
+def usual_keys(command_name: str, available_keys: Collection[str]) -> list[str]:
+    """The options and groups of a command to read first, `_USUAL` of those `available_keys`.
 
     The options of its usual command lines come first, then options that most commands have.
     """
-    words = [word for line in usage(name) for word in shlex.split(line, comments=True) if "=" in word]
+    words = [word for line in usage(command_name) for word in shlex.split(line, comments=True) if "=" in word]
     keys = dict.fromkeys([*(word.partition("=")[0] for word in words), *_COMMON])
-    return [key for key in keys if key in available][:_USUAL]
+    return [key for key in keys if key in available_keys][:_USUAL]
 
 
-def options_of(schema: type, composed: DictConfig) -> list[Option]:
-    """Every option of `schema`, nested ones by dotted key; composed: the config that holds their defaults."""
-    return list(_options(TypeAdapter(schema).json_schema(), composed, ""))
+def options_of(settings_class: type, composed: DictConfig) -> list[Option]:
+    """Every option of `settings_class`, nested ones by dotted key; composed: the config that holds their defaults."""
+    return list(_options(TypeAdapter(settings_class).json_schema(), composed, ""))
 
 
-def _options(settings: Mapping[str, Any], composed: DictConfig | None, prefix: str) -> Iterator[Option]:
-    """The options of the JSON schema `settings`, each with its default in `composed`, or else in the schema."""
-    for name, schema in settings["properties"].items():
-        key, meaning = prefix + name, " ".join(schema.get("description", "").split())
+def _options(settings_schema: Mapping[str, Any], composed: DictConfig | None, key_prefix: str) -> Iterator[Option]:
+    """The options of the JSON schema `settings_schema`, each with its default in `composed`, or else in the schema."""
+    for name, schema in settings_schema["properties"].items():
+        key, meaning = key_prefix + name, " ".join(schema.get("description", "").split())
         by_name = schema.get("additionalProperties")
         if "properties" in schema:
             yield from _options(schema, composed and composed[name], f"{key}.")
@@ -90,27 +90,27 @@ def _options(settings: Mapping[str, Any], composed: DictConfig | None, prefix: s
 def _default(composed: DictConfig, name: str) -> str:
     """The composed value; both values if it depends on the device; "" if the option is required."""
     if OmegaConf.is_interpolation(composed, name):
-        text = str(dict(composed.items_ex(resolve=False))[name])
-        return re.sub(r"\$\{by_device:(.+),(.+)\}", r"\1, without a GPU \2", text)
+        interpolation = str(dict(composed.items_ex(resolve=False))[name])
+        return re.sub(r"\$\{by_device:(.+),(.+)\}", r"\1, without a GPU \2", interpolation)
     return "" if OmegaConf.is_missing(composed, name) else format_value(composed[name])
 
 
-def describe_schema(shape: Any) -> str:
+def describe_schema(schema: Any) -> str:
     """The type of a JSON schema in words, with its choices or its range."""
-    if shape is True or {"anyOf", "enum", "const", "type"}.isdisjoint(shape):
+    if schema is True or {"anyOf", "enum", "const", "type"}.isdisjoint(schema):
         return "any"
-    if "anyOf" in shape:
+    if "anyOf" in schema:
         return " or ".join(
-            map(describe_schema, sorted(shape["anyOf"], key=lambda branch: branch.get("type") == "null"))
+            map(describe_schema, sorted(schema["anyOf"], key=lambda branch: branch.get("type") == "null"))
         )
-    if choices := shape.get("enum", [shape["const"]] if "const" in shape else []):
+    if choices := schema.get("enum", [schema["const"]] if "const" in schema else []):
         return _either(choices)
-    if shape["type"] == "array":
-        return f"list of {describe_schema(shape['items'] if 'items' in shape else shape['prefixItems'][0])}"
-    if shape["type"] == "object":
-        return f"{describe_schema(shape['additionalProperties'])} by name"
-    ends = [f"{sign} {shape[end]}" for end, sign in _SIGNS.items() if end in shape]
-    return f"{_WORDS[shape['type']]} {' and '.join(ends)}".rstrip()
+    if schema["type"] == "array":
+        return f"list of {describe_schema(schema['items'] if 'items' in schema else schema['prefixItems'][0])}"
+    if schema["type"] == "object":
+        return f"{describe_schema(schema['additionalProperties'])} by name"
+    bounds = [f"{sign} {schema[bound_key]}" for bound_key, sign in _SIGNS.items() if bound_key in schema]
+    return f"{_WORDS[schema['type']]} {' and '.join(bounds)}".rstrip()
 
 
 def _either(values: Sequence[object]) -> str:

@@ -58,9 +58,9 @@ def serve(config: ServeConfig) -> None:
     """Load the model and answer requests until SIGTERM or Ctrl-C. Raises `UserError` for a port that is not free."""
     try:
         is_ipv6 = ":" in config.host
-        dual = config.host == "::" and socket.has_dualstack_ipv6()
+        dual_stack = config.host == "::" and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
-        listening = socket.create_server((config.host, config.port), family=family, dualstack_ipv6=dual)
+        listening_socket = socket.create_server((config.host, config.port), family=family, dualstack_ipv6=dual_stack)
     except OSError as error:
         raise UserError(f"host={config.host} port={config.port}: {error.strerror}; give others") from None
     log = TrafficLog(config.log) if config.log else None
@@ -69,9 +69,9 @@ def serve(config: ServeConfig) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn raises the signal again when it has finished
     try:
         host = f"[{config.host}]" if is_ipv6 else config.host
-        print(f"serving {service.name} at http://{host}:{listening.getsockname()[1]}", flush=True)
+        print(f"serving {service.name} at http://{host}:{listening_socket.getsockname()[1]}", flush=True)
         hide_stages()
-        GracefulServer(service).run([listening])
+        GracefulServer(service).run([listening_socket])
     finally:
         service.close()
         print(f"served {service.name}: {service.workers.counts['texts']} texts; the server has ended", flush=True)
@@ -92,10 +92,10 @@ class GracefulServer(uvicorn.Server):
     """A server that finishes the running answers after a signal to end. After `grace` seconds it gives them up."""
 
     def __init__(self, service: "Service"):
-        self._service, seconds = service, service.config.grace + FLUSH
+        self._service, wait_seconds = service, service.config.grace + FLUSH
         app = Front(make_app(service), service.config)
         super().__init__(
-            uvicorn.Config(app, log_level="warning", lifespan="off", ws="none", timeout_graceful_shutdown=seconds)
+            uvicorn.Config(app, log_level="warning", lifespan="off", ws="none", timeout_graceful_shutdown=wait_seconds)
         )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -123,13 +123,13 @@ class Service:
 
     def about(self) -> Json:
         """The model's entry in the list of models: OpenAI's fields, its method, its context and the last figures."""
-        model = {"id": self.name, "object": "model", "created": 0, "owned_by": "outrider", "method": self.model.name}
-        return model | {"max_model_len": context_tokens(self.model, self.config), "measured": self.measured}
+        entry = {"id": self.name, "object": "model", "created": 0, "owned_by": "outrider", "method": self.model.name}
+        return entry | {"max_model_len": context_tokens(self.model, self.config), "measured": self.measured}
 
     def require_key(self, request: Request) -> None:
         """Raise `RefusedError` for a request without the key, if there is one."""
-        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if self._key and not hmac.compare_digest(key.encode(), self._key.encode()):
+        client_key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if self._key and not hmac.compare_digest(client_key.encode(), self._key.encode()):
             raise RefusedError("this server asks for its api_key as a bearer token", status=401)
 
     def close(self) -> None:
@@ -138,16 +138,16 @@ class Service:
         if self._log is not None:
             self._log.close()
 
-    async def answer(self, request: Request, kind: type[ChatRequest] | type[TextRequest]) -> Response:
+    async def answer(self, request: Request, request_class: type[ChatRequest] | type[TextRequest]) -> Response:
         """The answer to a request for texts, whole or as a stream. kind: of the request. Raises `UserError`."""
         body, model, seed = await self._read_body(request), self.model, self._seeds.getrandbits(31)
-        query, jobs = await run_in_threadpool(read_request, body, kind, model, self.config, self.name, seed)
-        reply = Reply(query, jobs, self.name, self._token_name)
-        encode, end = reply.chunk if query.stream else reply.take, partial(self._log_text, reply)
-        answers = self.workers.submit(model, jobs, self.config.timeout, encode, end)
+        parsed, jobs = await run_in_threadpool(read_request, body, request_class, model, self.config, self.name, seed)
+        reply = Reply(parsed, jobs, self.name, self._token_name)
+        encode, on_end = reply.chunk if parsed.stream else reply.take, partial(self._log_text, reply)
+        answers = self.workers.submit(model, jobs, self.config.timeout, encode, on_end)
         answers.watch = asyncio.create_task(_cancel_after_disconnect(request, answers))
         records = self._read(reply, answers, request.scope)
-        if query.stream:
+        if parsed.stream:
             return StreamingResponse(_events(records, reply, answers), media_type="text/event-stream")
         async for _ in records:
             pass
@@ -173,17 +173,17 @@ class Service:
 
     async def _read_body(self, request: Request) -> bytes:
         body = bytearray()
-        async for part in request.stream():
-            body += part
+        async for chunk in request.stream():
+            body += chunk
             if len(body) > self.config.max_bytes:
                 raise RefusedError(f"a request of more than max_bytes={self.config.max_bytes}", status=413)
         return bytes(body)
 
-    def _log_text(self, reply: Reply, index: int, tokens: Sequence[int]) -> None:
-        """Write the text `index` of an answer to the log, if there is one."""
+    def _log_text(self, reply: Reply, text_index: int, tokens: Sequence[int]) -> None:
+        """Write the text `text_index` of an answer to the log, if there is one."""
         if self._log is None:
             return
-        record = self._traffic.make_record(reply.request, reply.jobs[index], f"{reply.id}-{index}", tokens)
+        record = self._traffic.make_record(reply.request, reply.jobs[text_index], f"{reply.id}-{text_index}", tokens)
         if record is not None:
             self._log.write(record)
 
@@ -201,17 +201,17 @@ class Service:
 def measure(model: Decoder) -> dict[str, float]:
     """Compile and measure now, so that the first client need not wait for it. Returns the figures of a short text."""
     model.generate("Hello", max_new_tokens=1)
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     model.generate("Hello", max_new_tokens=_TRIAL)
-    if (last := model.last) is None or not last.passes:
+    if (last_counts := model.last) is None or not last_counts.passes:
         return {}
-    rate = last.tokens / (time.perf_counter() - began)
-    return {"tokens": last.tokens, "tau": round(last.tau, 2), "tokens_per_second": round(rate, 1)}
+    token_rate = last_counts.tokens / (time.perf_counter() - start_time)
+    return {"tokens": last_counts.tokens, "tau": round(last_counts.tau, 2), "tokens_per_second": round(token_rate, 1)}
 
 
 def make_app(service: Service) -> FastAPI:
     app = FastAPI(openapi_url=None)  # its pages would load their scripts from elsewhere
-    guarded = [Depends(service.require_key)]
+    key_check = [Depends(service.require_key)]
 
     @app.exception_handler(UserError)
     @app.exception_handler(HTTPException)
@@ -219,19 +219,19 @@ def make_app(service: Service) -> FastAPI:
     async def _(_: Request, error: Exception) -> Response:
         return refusal(error)
 
-    @app.post("/v1/chat/completions", dependencies=guarded)
+    @app.post("/v1/chat/completions", dependencies=key_check)
     async def chat(request: Request) -> Response:
         return await service.answer(request, ChatRequest)
 
-    @app.post("/v1/completions", dependencies=guarded)
+    @app.post("/v1/completions", dependencies=key_check)
     async def complete(request: Request) -> Response:
         return await service.answer(request, TextRequest)
 
-    @app.post("/v1/drafter", dependencies=guarded)
+    @app.post("/v1/drafter", dependencies=key_check)
     async def swap_drafter(request: Request) -> Json:
         return await service.swap_drafter(request)
 
-    @app.get("/v1/models", dependencies=guarded)
+    @app.get("/v1/models", dependencies=key_check)
     async def models() -> Json:
         return {"object": "list", "data": [service.about()]}
 
@@ -241,9 +241,9 @@ def make_app(service: Service) -> FastAPI:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        texts, batch = len(service.workers.open), service.config.batch
+        open_count, max_batch = len(service.workers.open), service.config.batch
         counts = {f"{name}_total": count for name, count in sorted(service.workers.counts.items())}
-        counts |= {"running_texts": min(texts, batch), "waiting_texts": max(0, texts - batch)}
+        counts |= {"running_texts": min(open_count, max_batch), "waiting_texts": max(0, open_count - max_batch)}
         return PlainTextResponse("".join(f"outrider_{name} {count}\n" for name, count in counts.items()))
 
     @app.get("/")
@@ -253,22 +253,22 @@ def make_app(service: Service) -> FastAPI:
     return app
 
 
-async def _events(records: AsyncGenerator[str], reply: Reply, answers: Answers) -> AsyncGenerator[str]:
+async def _events(events: AsyncGenerator[str], reply: Reply, answers: Answers) -> AsyncGenerator[str]:
     """The answer as server-sent events; events that are there are sent together.
 
     An error is an event too, as the status has been sent before.
     """
-    unsent = ""
-    async with aclosing(records):
+    unsent_text = ""
+    async with aclosing(events):
         try:
-            async for record in records:
-                unsent += record
-                if unsent and not answers.events:
-                    yield unsent
-                    unsent = ""
-            yield f"{unsent}{reply.usage_event()}data: [DONE]\n\n"
+            async for record in events:
+                unsent_text += record
+                if unsent_text and not answers.events:
+                    yield unsent_text
+                    unsent_text = ""
+            yield f"{unsent_text}{reply.usage_event()}data: [DONE]\n\n"
         except UserError as error:
-            yield f"{unsent}data: {bytes(refusal(error).body).decode()}\n\n"
+            yield f"{unsent_text}data: {bytes(refusal(error).body).decode()}\n\n"
 
 
 async def _cancel_after_disconnect(request: Request, answers: Answers) -> None:

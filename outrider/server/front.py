@@ -34,9 +34,9 @@ def refusal(error: Exception) -> JSONResponse:
     return JSONResponse({"error": content | {"code": None}}, status, {"Retry-After": "1"} if status == 429 else None)
 
 
-def _name(host: str) -> str:
+def _name(header_value: str) -> str:
     """The name or address in a `Host` or `Origin` header, without scheme and port; empty if there is none."""
-    match = _HOST.fullmatch(host)
+    match = _HOST.fullmatch(header_value)
     return (match[1] or match[2]).lower() if match else ""
 
 
@@ -44,28 +44,28 @@ class Front:
     """`app` for the hosts and origins that `config` allows; by default this machine's."""
 
     def __init__(self, app: ASGIApp, config: ServeConfig):
-        self._app, self._is_open, machine = app, config.host in ("0.0.0.0", "::", ""), socket.gethostname().lower()
-        names = {machine, machine.partition(".")[0]} if self._is_open else {config.host.lower()}
-        self._hosts = {"localhost", "127.0.0.1", "::1", *map(str.lower, config.allow_hosts)} | names
+        self._app, self._is_open, machine_name = app, config.host in ("0.0.0.0", "::", ""), socket.gethostname().lower()
+        host_names = {machine_name, machine_name.partition(".")[0]} if self._is_open else {config.host.lower()}
+        self._hosts = {"localhost", "127.0.0.1", "::1", *map(str.lower, config.allow_hosts)} | host_names
         self._origins = {*config.allow_origins}
 
-    def _admit(self, method: str, headers: dict[str, str]) -> dict[str, str]:
+    def _admit(self, http_method: str, headers: dict[str, str]) -> dict[str, str]:
         """The headers that let a page of another origin read the answer. Raises `RefusedError` if it may not ask.
 
         A numeric address is no name that could have been made to mean this machine. So any is allowed if `host=` stands
         for all addresses of the machine.
         """
-        host, origin, kind = headers.get("host", ""), headers.get("origin"), headers.get("content-type", "")
+        host, origin, content_type = headers.get("host", ""), headers.get("origin"), headers.get("content-type", "")
         if not ({_name(host), "*"} & self._hosts or (self._is_open and re.fullmatch(r"[\d.]+|.*:.*", _name(host)))):
             raise RefusedError(f"Host {host!r}: not a name of this server; allow_hosts=[NAME] adds one", status=421)
-        local = origin is None or origin.partition("://")[2] == host or _name(origin) in self._hosts
-        if not (local or self._origins & {origin, "*"}):
+        is_local = origin is None or origin.partition("://")[2] == host or _name(origin) in self._hosts
+        if not (is_local or self._origins & {origin, "*"}):
             raise RefusedError(f"Origin {origin!r}: not allowed to ask; allow_origins=[ORIGIN] allows it", status=403)
-        if method == "POST" and kind.partition(";")[0].strip().lower() != "application/json":
-            raise RefusedError(f"Content-Type {kind!r}: expected application/json", status=415)
-        fields = headers.get("access-control-request-headers", "")
-        allowed = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Allow-Headers": fields}
-        return {} if origin is None else {"Access-Control-Allow-Origin": origin, **allowed}
+        if http_method == "POST" and content_type.partition(";")[0].strip().lower() != "application/json":
+            raise RefusedError(f"Content-Type {content_type!r}: expected application/json", status=415)
+        requested_headers = headers.get("access-control-request-headers", "")
+        cors_headers = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Allow-Headers": requested_headers}
+        return {} if origin is None else {"Access-Control-Allow-Origin": origin, **cors_headers}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
@@ -74,9 +74,9 @@ class Front:
         async def answer(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
-                status, fields = message["status"], message.get("headers", ())
-                new = [(name.lower().encode(), value.encode("latin-1")) for name, value in added.items()]
-                message = {**message, "headers": [*fields, *new]}
+                status, old_headers = message["status"], message.get("headers", ())
+                new_headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in added.items()]
+                message = {**message, "headers": [*old_headers, *new_headers]}
             await send(message)
 
         try:

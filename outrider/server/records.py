@@ -35,16 +35,16 @@ MOST_SCORES = 2**21  # log-probabilities of a request: they take some 70 bytes e
 TopCount = Annotated[int, Ge(0), Le(128)]
 BRANCHES = ("str", "bool", "constrained-int")  # names of union members, in the locations of pydantic's errors
 Json = dict[str, object]
-FIRST = Field(fail_fast=True)  # an error names only the first wrong member of a list
-TokenIds = Annotated[list[int], FIRST]
-TextList = Annotated[list[str], FIRST]
+FAIL_FAST = Field(fail_fast=True)  # an error names only the first wrong member of a list
+TokenIds = Annotated[list[int], FAIL_FAST]
+TextList = Annotated[list[str], FAIL_FAST]
 
 
 class ChatMessage(BaseModel, extra="allow", strict=True):
     """A message of a conversation. content: a text, or parts {"type": "text", "text": …}."""
 
     role: str
-    content: str | Annotated[list[Json], FIRST]
+    content: str | Annotated[list[Json], FAIL_FAST]
 
 
 class StreamOptions(BaseModel, extra="allow", strict=True):
@@ -90,7 +90,7 @@ class ApiRequest(BaseModel, extra="allow", strict=True):
 class ChatRequest(ApiRequest):
     """A request to continue a conversation."""
 
-    messages: Annotated[list[ChatMessage], FIRST]
+    messages: Annotated[list[ChatMessage], FAIL_FAST]
 
     @property
     def plain_messages(self) -> list[dict[str, str]]:
@@ -112,13 +112,13 @@ class DrafterRequest(BaseModel, extra="forbid", strict=True):
 class TextRequest(ApiRequest):
     """A request to continue texts, or token ids, as they stand."""
 
-    prompt: str | TokenIds | TextList | Annotated[list[TokenIds], FIRST]
+    prompt: str | TokenIds | TextList | Annotated[list[TokenIds], FAIL_FAST]
 
     @property
     def prompts(self) -> Mapping[str, PromptInput]:
         """The prompts, by their keys in the request."""
-        members = [] if isinstance(self.prompt, str) else self.prompt
-        prompts = [member for member in members if not isinstance(member, int)]  # none in a text or in token ids
+        prompt_items = [] if isinstance(self.prompt, str) else self.prompt
+        prompts = [member for member in prompt_items if not isinstance(member, int)]  # none in a text or in token ids
         return {f"prompt[{i}]": text for i, text in enumerate(prompts)} or {"prompt": cast("PromptInput", self.prompt)}
 
 
@@ -127,70 +127,70 @@ RequestKind = TypeVar("RequestKind", bound=BaseModel)
 
 
 def read_request(
-    body: bytes, kind: type[CompletionRequest], model: "Decoder", config: ServeConfig, name: str, seed: int
+    body: bytes, request_cls: type[CompletionRequest], model: "Decoder", config: ServeConfig, model_name: str, seed: int
 ) -> tuple[CompletionRequest, list[TextJob]]:
     """The request in `body`, and the jobs of its choices in order.
 
     name: of the model. seed: of a request that has none. Choice i, counted over all prompts, has the seed + i. Raises
     `UserError`.
     """
-    request = parse_request(body, kind)
-    if request.model not in (None, name):
-        raise RefusedError(f"model={request.model!r}: this server has {name!r}", "model", status=404)
+    request = parse_request(body, request_cls)
+    if request.model not in (None, model_name):
+        raise RefusedError(f"model={request.model!r}: this server has {model_name!r}", "model", status=404)
     refuse_unread_fields(request.model_extra)
     if request.stream_options is not None:
         refuse_unread_fields(request.stream_options.model_extra, "stream_options.")
-    prompts, choices, most = request.prompts, request.n or 1, config.batch + config.queue
-    if not 0 < len(prompts) * choices <= most:
-        raise RefusedError(f"n={choices} texts for each of {len(prompts)} prompts: expected 1 to {most} in all", "n")
+    prompts, n_choices, most = request.prompts, request.n or 1, config.batch + config.queue
+    if not 0 < len(prompts) * n_choices <= most:
+        raise RefusedError(f"n={n_choices} texts for each of {len(prompts)} prompts: expected 1 to {most} in all", "n")
     stops = _require_stops(request, model)
-    fields = {field: value for field in SAMPLING if (value := getattr(request, field)) is not None}
-    sampling = replace(config.sampling, **fields | ({"top_k": 0} if request.top_k == -1 else {}))
+    sampling_fields = {field: value for field in SAMPLING if (value := getattr(request, field)) is not None}
+    sampling = replace(config.sampling, **sampling_fields | ({"top_k": 0} if request.top_k == -1 else {}))
     rule, seed = model.stop_rule(stops, sampling), seed if request.seed is None else request.seed
     jobs = list[TextJob]()
-    for key, prompt in prompts.items():
-        ids = tuple(model.ids(prompt, key, request.chat_template_kwargs))
-        length = _answer_tokens(request, len(ids), model, config)
-        seeds = range(seed + len(jobs), seed + len(jobs) + choices)
-        speculate, top = request.speculate is not False, request.likeliest
-        jobs += [TextJob(ids, sampling, length, stops, rule, job_seed, speculate, top) for job_seed in seeds]
+    for prompt_key, prompt in prompts.items():
+        ids = tuple(model.ids(prompt, prompt_key, request.chat_template_kwargs))
+        token_limit = _answer_tokens(request, len(ids), model, config)
+        seeds = range(seed + len(jobs), seed + len(jobs) + n_choices)
+        speculate, top_count = request.speculate is not False, request.likeliest
+        jobs += [TextJob(ids, sampling, token_limit, stops, rule, job_seed, speculate, top_count) for job_seed in seeds]
     scores = sum(job.max_new_tokens * (1 + job.logprobs) for job in jobs if job.logprobs is not None)
     if scores > MOST_SCORES:
         raise RefusedError(f"logprobs: up to {scores} of them; expected {MOST_SCORES} at most in a request", "logprobs")
     return request, jobs
 
 
-def parse_request(body: bytes, kind: type[RequestKind]) -> RequestKind:
+def parse_request(body: bytes, request_class: type[RequestKind]) -> RequestKind:
     """The request in `body`. Raises `RefusedError` for the first wrong field."""
     try:
-        return kind.model_validate_json(body)
+        return request_class.model_validate_json(body)
     except ValidationError as error:
         errors = error.errors()  # a union has an error for each type; the error of the right type says more
-        first = next((detail for detail in errors if not detail["type"].endswith("_type")), errors[0])
-        field = ".".join(str(part) for part in first["loc"] if part not in BRANCHES and "[" not in str(part))
-        raise RefusedError(f"{field or 'the request'}: {first['msg']}", field or None) from None
+        first_error = next((detail for detail in errors if not detail["type"].endswith("_type")), errors[0])
+        field_path = ".".join(str(part) for part in first_error["loc"] if part not in BRANCHES and "[" not in str(part))
+        raise RefusedError(f"{field_path or 'the request'}: {first_error['msg']}", field_path or None) from None
 
 
 def _require_stops(request: ApiRequest, model: "Decoder") -> tuple[str, ...]:
     """The stop strings of a request. Raises `RefusedError` for these, end tokens or arguments out of bounds."""
     stops = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     if len(stops) > MOST_STOPS or not all(0 < len(stop) <= LONGEST_STOP for stop in stops):
-        longest, limits = max(map(len, stops)), f"{MOST_STOPS} texts at most, of 1 to {LONGEST_STOP} characters"
-        raise RefusedError(f"stop: {len(stops)} texts, the longest of {longest}; expected {limits}", "stop")
-    if (size := len(str(request.chat_template_kwargs or ""))) > MOST_ARGUMENTS:
-        limits = f"{size} characters; expected {MOST_ARGUMENTS} at most"
+        longest_length, limits = max(map(len, stops)), f"{MOST_STOPS} texts at most, of 1 to {LONGEST_STOP} characters"
+        raise RefusedError(f"stop: {len(stops)} texts, the longest of {longest_length}; expected {limits}", "stop")
+    if (char_count := len(str(request.chat_template_kwargs or ""))) > MOST_ARGUMENTS:
+        limits = f"{char_count} characters; expected {MOST_ARGUMENTS} at most"
         raise RefusedError(f"chat_template_kwargs: {limits}", "chat_template_kwargs")
-    if strange := {*(request.stop_token_ids or ())} - model.ends:
-        raise RefusedError(f"stop_token_ids: {min(strange)} is no end token of the model", "stop_token_ids")
+    if non_end_ids := {*(request.stop_token_ids or ())} - model.ends:
+        raise RefusedError(f"stop_token_ids: {min(non_end_ids)} is no end token of the model", "stop_token_ids")
     return stops
 
 
-def refuse_unread_fields(fields: Mapping[str, object] | None, where: str = "") -> None:
+def refuse_unread_fields(fields: Mapping[str, object] | None, key_prefix: str = "") -> None:
     """Raise `RefusedError` for the first of the unread `fields` that would change the answer."""
     for name, value in (fields or {}).items():
-        harmless = value == HARMLESS[name] if name in HARMLESS else not value
-        if name not in UNREAD and value is not None and not harmless:
-            raise RefusedError(f"{where}{name}: not supported here; leave it out", f"{where}{name}")
+        is_harmless = value == HARMLESS[name] if name in HARMLESS else not value
+        if name not in UNREAD and value is not None and not is_harmless:
+            raise RefusedError(f"{key_prefix}{name}: not supported here; leave it out", f"{key_prefix}{name}")
 
 
 def context_tokens(model: "Decoder", config: ServeConfig) -> int:
@@ -199,21 +199,21 @@ def context_tokens(model: "Decoder", config: ServeConfig) -> int:
     return min(limit, config.context or limit)
 
 
-def _plain_message(message: ChatMessage, where: str) -> dict[str, str]:
+def _plain_message(message: ChatMessage, prefix: str) -> dict[str, str]:
     """The message as `outrider` reads it. where: its place in the request, for errors."""
-    refuse_unread_fields({key: value for key, value in (message.model_extra or {}).items() if key != "name"}, where)
-    parts = [{"type": "text", "text": message.content}] if isinstance(message.content, str) else message.content
-    parts = [{name: value for name, value in part.items() if name != "cache_control"} for part in parts]
-    texts = [part["text"] for part in parts if part.keys() == {"type", "text"} and part["type"] == "text"]
-    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
-        raise RefusedError(f"{where}content: only texts are supported", f"{where}content")
+    refuse_unread_fields({key: value for key, value in (message.model_extra or {}).items() if key != "name"}, prefix)
+    content_parts = [{"type": "text", "text": message.content}] if isinstance(message.content, str) else message.content
+    content_parts = [{name: value for name, value in part.items() if name != "cache_control"} for part in content_parts]
+    texts = [part["text"] for part in content_parts if part.keys() == {"type", "text"} and part["type"] == "text"]
+    if len(texts) < len(content_parts) or not all(isinstance(text, str) for text in texts):
+        raise RefusedError(f"{prefix}content: only texts are supported", f"{prefix}content")
     return {"role": message.role, "content": "".join(map(str, texts))}
 
 
-def _answer_tokens(request: ApiRequest, prompt: int, model: "Decoder", config: ServeConfig) -> int:
+def _answer_tokens(request: ApiRequest, n_prompt: int, model: "Decoder", config: ServeConfig) -> int:
     """How many tokens may follow a prompt of so many tokens. Raises `RefusedError` if the context is too short."""
     context, limit = context_tokens(model, config), request.max_completion_tokens or request.max_tokens
-    if prompt + (limit or 1) > context:
+    if n_prompt + (limit or 1) > context:
         name = "max_completion_tokens" if request.max_completion_tokens else "max_tokens"
-        raise RefusedError(f"a prompt of {prompt} tokens and {name}={limit or 1} exceed a context of {context}", name)
-    return limit or min(config.max_new_tokens, context - prompt)
+        raise RefusedError(f"a prompt of {n_prompt} tokens and {name}={limit or 1} exceed a context of {context}", name)
+    return limit or min(config.max_new_tokens, context - n_prompt)

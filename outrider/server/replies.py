@@ -26,7 +26,7 @@ from outrider.inference.core.logprobs import TokenScores
 from outrider.server.records import ChatRequest, CompletionRequest, Json
 from outrider.server.workers import Piece, TextJob
 
-LEAST = -9999.0  # of log-probabilities, as OpenAI's: JSON has no infinity
+MIN_LOGPROB = -9999.0  # of log-probabilities, as OpenAI's: JSON has no infinity
 ScoreRow = tuple[str, ...]  # a token's log-probabilities as JSON: an entry of "content", or of each of three lists
 ScoredPiece = tuple[Piece, list[ScoreRow]]
 
@@ -50,22 +50,22 @@ class Reply:
         self._counts = [Counter[str]() for _ in jobs]
         self._first_time = self._last_time = 0.0  # of a piece, in seconds
 
-    def take(self, index: int, piece: Piece) -> str:
-        """Add a piece of the choice `index` to an answer that is sent whole. Nothing is to be sent now."""
-        self._count(index, piece)
-        self._parts[index].append((replace(piece, scores=()), self._scores(piece)))
+    def take(self, choice_index: int, piece: Piece) -> str:
+        """Add a piece of the choice `choice_index` to an answer that is sent whole. Nothing is to be sent now."""
+        self._count(choice_index, piece)
+        self._parts[choice_index].append((replace(piece, scores=()), self._scores(piece)))
         return ""
 
-    def chunk(self, index: int, piece: Piece) -> str:
-        """The event of a piece of the choice `index` in a stream; empty if the piece has nothing to send."""
-        self._count(index, piece)
+    def chunk(self, choice_index: int, piece: Piece) -> str:
+        """The event of a piece of the choice `choice_index` in a stream; empty if the piece has nothing to send."""
+        self._count(choice_index, piece)
         if not (piece.text or piece.reason or piece.scores or (piece.tokens and self.request.return_token_ids)):
             return ""
-        return self._event([self._choice(index, [(piece, self._scores(piece))], "delta")])
+        return self._event([self._choice(choice_index, [(piece, self._scores(piece))], "delta")])
 
     def body(self) -> bytes:
-        choices = [self._choice(index, parts, "message") for index, parts in self._parts.items()]
-        return self._record("chat.completion", choices, self._usage()).encode()
+        choice_jsons = [self._choice(index, scored_pieces, "message") for index, scored_pieces in self._parts.items()]
+        return self._record("chat.completion", choice_jsons, self._usage()).encode()
 
     def usage_event(self) -> str:
         """The last event of a stream, with its usage; empty unless it is asked for."""
@@ -74,53 +74,53 @@ class Reply:
 
     def figures(self) -> dict[str, float]:
         """What is measured so far. τ and tokens per second leave out the first pass of each text, the prefill."""
-        total, seconds = sum(self._counts, Counter[str]()), max(self._last_time - self._first_time, 1e-9)
-        figures: dict[str, float] = {"prompt_tokens": self._prompt_tokens, "tokens": total["tokens"]}
-        if decoded := total["tokens"] - sum(counts["tokens"] > 0 for counts in self._counts):
-            figures |= {"tau": round(decoded / total["passes"], 2), "tokens_per_second": round(decoded / seconds, 1)}
+        totals, seconds = sum(self._counts, Counter[str]()), max(self._last_time - self._first_time, 1e-9)
+        figures: dict[str, float] = {"prompt_tokens": self._prompt_tokens, "tokens": totals["tokens"]}
+        if decoded := totals["tokens"] - sum(counts["tokens"] > 0 for counts in self._counts):
+            figures |= {"tau": round(decoded / totals["passes"], 2), "tokens_per_second": round(decoded / seconds, 1)}
         return figures
 
-    def _count(self, index: int, piece: Piece) -> None:
+    def _count(self, choice_index: int, piece: Piece) -> None:
         self._last_time, size = time.perf_counter(), len(piece.tokens)
         self._first_time = self._first_time or self._last_time
         counts = {"tokens": size, "accepted": size * piece.drafted, "proposed": piece.proposed, "passes": piece.passes}
-        self._counts[index].update(counts)
+        self._counts[choice_index].update(counts)
 
-    def _event(self, choices: Sequence[str], fields: Json | None = None) -> str:
-        return f"data: {self._record('chat.completion.chunk', choices, fields or {})}\n\n"
+    def _event(self, choice_jsons: Sequence[str], extra_fields: Json | None = None) -> str:
+        return f"data: {self._record('chat.completion.chunk', choice_jsons, extra_fields or {})}\n\n"
 
-    def _record(self, kind: str, choices: Sequence[str], fields: Json) -> str:
-        """The JSON of a record with `choices`, which are JSON, and further `fields`. kind: its name in a chat."""
-        record = self._head | {"object": kind if self._is_chat else "text_completion"} | fields
-        return f'{json.dumps(record)[:-1]}, "choices": [{", ".join(choices)}]}}'
+    def _record(self, object_name: str, choice_jsons: Sequence[str], fields: Json) -> str:
+        """The JSON of a record with `choice_jsons`, which are JSON, and further `fields`. kind: its name in a chat."""
+        record = self._head | {"object": object_name if self._is_chat else "text_completion"} | fields
+        return f'{json.dumps(record)[:-1]}, "choices": [{", ".join(choice_jsons)}]}}'
 
     def _usage(self) -> Json:
-        total, prompt = sum(self._counts, Counter[str]()), self._prompt_tokens
-        tokens, accepted = total["tokens"], total["accepted"]
-        details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": total["proposed"] - accepted}
-        counts = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+        totals, prompt_tokens = sum(self._counts, Counter[str]()), self._prompt_tokens
+        tokens, accepted = totals["tokens"], totals["accepted"]
+        details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": totals["proposed"] - accepted}
+        counts = {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": prompt_tokens + tokens}
         return {"usage": {**counts, "completion_tokens_details": details}}
 
-    def _choice(self, index: int, parts: Sequence[ScoredPiece], key: str) -> str:
+    def _choice(self, choice_index: int, scored_pieces: Sequence[ScoredPiece], message_key: str) -> str:
         """The JSON of a choice, or of some of its pieces. key: of its message."""
-        job, is_first = self.jobs[index], index not in self._opened
-        self._opened.add(index)
-        text, role = "".join(piece.text for piece, _ in parts), {"role": "assistant"} if is_first else {}
-        content: Json = {key: role | {"content": text}} if self._is_chat else {"text": text}
-        choice: Json = {"index": index, **content, "finish_reason": parts[-1][0].reason}
+        job, is_first = self.jobs[choice_index], choice_index not in self._opened
+        self._opened.add(choice_index)
+        text, role_field = "".join(piece.text for piece, _ in scored_pieces), {"role": "assistant"} if is_first else {}
+        content: Json = {message_key: role_field | {"content": text}} if self._is_chat else {"text": text}
+        choice: Json = {"index": choice_index, **content, "finish_reason": scored_pieces[-1][0].reason}
         if self.request.return_token_ids:
-            choice["token_ids"] = [token for piece, _ in parts for token in piece.tokens]
-            choice["drafted"] = [piece.drafted for piece, _ in parts for _ in piece.tokens]
+            choice["token_ids"] = [token for piece, _ in scored_pieces for token in piece.tokens]
+            choice["drafted"] = [piece.drafted for piece, _ in scored_pieces for _ in piece.tokens]
             choice |= {"prompt_token_ids": job.ids} if is_first else {}
-        rows = [row for _, piece_rows in parts for row in piece_rows]
-        logprobs = "null" if job.logprobs is None else self._join_scores(rows)
-        return f'{json.dumps(choice)[:-1]}, "logprobs": {logprobs}}}'
+        score_rows = [row for _, piece_rows in scored_pieces for row in piece_rows]
+        logprobs_json = "null" if job.logprobs is None else self._join_scores(score_rows)
+        return f'{json.dumps(choice)[:-1]}, "logprobs": {logprobs_json}}}'
 
-    def _join_scores(self, rows: Sequence[ScoreRow]) -> str:
+    def _join_scores(self, score_rows: Sequence[ScoreRow]) -> str:
         """The JSON of a choice's log-probabilities, from those of its tokens."""
-        names = ("content",) if self._is_chat else ("tokens", "token_logprobs", "top_logprobs")
-        columns = (", ".join(row[column] for row in rows) for column in range(len(names)))
-        members = (f'"{name}": [{entries}]' for name, entries in zip(names, columns, strict=True))
+        list_names = ("content",) if self._is_chat else ("tokens", "token_logprobs", "top_logprobs")
+        list_texts = (", ".join(row[column] for row in score_rows) for column in range(len(list_names)))
+        members = (f'"{name}": [{entries}]' for name, entries in zip(list_names, list_texts, strict=True))
         return f"{{{', '.join(members)}}}"
 
     def _scores(self, piece: Piece) -> list[ScoreRow]:
@@ -130,17 +130,17 @@ class Reply:
     def _text_row(self, token: int, scores: TokenScores) -> ScoreRow:
         """The token's name, its log-probability, and the top list, in which the token stands too."""
         top = {self._name(key): value for key, value in scores.top.items()} | {self._name(token): scores.logprob}
-        members = ", ".join(f"{name}: {max(value, LEAST)}" for name, value in top.items())
-        return self._name(token), str(max(scores.logprob, LEAST)), f"{{{members}}}"
+        top_json = ", ".join(f"{name}: {max(value, MIN_LOGPROB)}" for name, value in top.items())
+        return self._name(token), str(max(scores.logprob, MIN_LOGPROB)), f"{{{top_json}}}"
 
     def _chat_row(self, token: int, scores: TokenScores) -> ScoreRow:
         """The token's entry, with the top list in it."""
-        chosen, *top = (
-            f'"token": {self._name(key)}, "logprob": {max(value, LEAST)}, "bytes": null'
-            for key, value in ((token, scores.logprob), *scores.top.items())
+        chosen_fields, *top_fields = (
+            f'"token": {self._name(token_id)}, "logprob": {max(logprob, MIN_LOGPROB)}, "bytes": null'
+            for token_id, logprob in ((token, scores.logprob), *scores.top.items())
         )
-        top_list = ", ".join(f"{{{members}}}" for members in top)
-        return (f'{{{chosen}, "top_logprobs": [{top_list}]}}',)
+        top_json = ", ".join(f"{{{members}}}" for members in top_fields)
+        return (f'{{{chosen_fields}, "top_logprobs": [{top_json}]}}',)
 
     def _name(self, token: int) -> str:
         return f'"token_id:{token}"' if self.request.return_tokens_as_token_ids else self._token_name(token)

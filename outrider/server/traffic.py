@@ -53,10 +53,10 @@ class TrafficLog:
             raise UserError(f"log={path}: cannot be written ({error.strerror}); {REMEDY}") from None
         if os.fstat(self._file).st_size:
             with mmap.mmap(self._file, 0, access=mmap.ACCESS_READ) as content:
-                end = content.rfind(b"\n") + 1
-                first_line, last_line = content[: max(content.find(b"\n"), 1)], content[end:]
+                tail_start = content.rfind(b"\n") + 1
+                first_line, last_line = content[: max(content.find(b"\n"), 1)], content[tail_start:]
             with suppress(UserError):
-                is_log = first_line[:1] == b"\0" or (not end and first_line == b"{")  # lost power; torn
+                is_log = first_line[:1] == b"\0" or (not tail_start and first_line == b"{")  # lost power; torn
                 is_log = is_log or isinstance(parse_json(first_line), dict)
             if not is_log:
                 self.close()
@@ -64,7 +64,7 @@ class TrafficLog:
             try:
                 parse_json(last_line)
             except UserError:
-                os.truncate(self._file, end)
+                os.truncate(self._file, tail_start)
             else:  # a record of another program
                 os.write(self._file, b"\n")
         if os.fstat(self._file).st_mode & 0o077:
@@ -72,14 +72,14 @@ class TrafficLog:
 
     def write(self, record: Json) -> None:
         """Append a record. If the disk is full, warn and leave the record out."""
-        line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
+        line_bytes = json.dumps(record, ensure_ascii=False).encode() + b"\n"
         with self._lock:
-            size = os.fstat(self._file).st_size
+            old_size = os.fstat(self._file).st_size
             try:
-                if os.write(self._file, line) < len(line):
+                if os.write(self._file, line_bytes) < len(line_bytes):
                     raise OSError(None, "no space left")
             except OSError as error:
-                os.truncate(self._file, size)
+                os.truncate(self._file, old_size)
                 warn_once(f"log={self._path}: answers are missing from it ({error.strerror})")
 
     def close(self) -> None:
@@ -87,10 +87,10 @@ class TrafficLog:
         self._process_lock.release()
 
 
-def _read(content: Json, identity: str) -> tuple[Json, Record] | None:
+def _read(content: Json, record_id: str) -> tuple[Json, Record] | None:
     """`content` and its record as trainings read it; None if they do not."""
     try:
-        return content, to_record(content, find_layout(content, "auto", None, identity), identity)
+        return content, to_record(content, find_layout(content, "auto", None, record_id), record_id)
     except SkipRecordError:
         return None
 
@@ -105,30 +105,30 @@ class TrafficRecords:
         self._bind = lru_cache(64)(lambda arguments: bind_arguments(tokenizer, json.loads(arguments), template))
 
     def make_record(
-        self, request: CompletionRequest, job: TextJob, identity: str, tokens: Sequence[int]
+        self, request: CompletionRequest, job: TextJob, record_id: str, tokens: Sequence[int]
     ) -> Json | None:
         """The record of the text of `job` with the answer `tokens`; None if it is blank. identity: its id.
 
         Only this answer of a conversation is learned: the others were logged when they were written. A conversation
         that trainings do not read, such as one with two system turns, is a plain text.
         """
-        arguments = json.dumps({**self._setup.arguments, **(request.chat_template_kwargs or {})})
-        tokenizer, ids, start = self._bind(arguments), [*job.ids, *tokens], len(job.ids)
-        ended = tokens[-1] in self._setup.eos
-        visible = ids[: len(ids) - ended]
-        as_text: Json = {"text": tokenizer.decode(visible, skip_special_tokens=True)}
-        conversation = None
+        arguments_json = json.dumps({**self._setup.arguments, **(request.chat_template_kwargs or {})})
+        tokenizer, ids, answer_start = self._bind(arguments_json), [*job.ids, *tokens], len(job.ids)
+        has_end_token = tokens[-1] in self._setup.eos
+        visible_ids = ids[: len(ids) - has_end_token]
+        text_content: Json = {"text": tokenizer.decode(visible_ids, skip_special_tokens=True)}
+        chat_and_record = None
         if isinstance(request, ChatRequest):
-            earlier = [m | ({"weight": 0} if m["role"] == "assistant" else {}) for m in request.plain_messages]
-            answer = {"role": "assistant", "content": answer_text(visible[start:], tokenizer)}
+            earlier_turns = [m | ({"weight": 0} if m["role"] == "assistant" else {}) for m in request.plain_messages]
+            answer = {"role": "assistant", "content": answer_text(visible_ids[answer_start:], tokenizer)}
             if not answer["content"].strip():
                 return None
-            conversation = _read({"messages": [*earlier, answer]}, identity)
-        content, record = conversation or _read(as_text, identity) or (None, None)
+            chat_and_record = _read({"messages": [*earlier_turns, answer]}, record_id)
+        content, record = chat_and_record or _read(text_content, record_id) or (None, None)
         if content is None or record is None:
             return None
-        origin = *origin_digests(content, tokenizer, self._template), text_digest(record)
-        written = Written(*origin, [TokenisedText(ids, [(start, len(ids))])])
-        facts = {"prompt_tokens": start, "tokens": len(tokens), "finish": "end" if ended else "length"}
+        digests = *origin_digests(content, tokenizer, self._template), text_digest(record)
+        written = Written(*digests, [TokenisedText(ids, [(answer_start, len(ids))])])
+        facts = {"prompt_tokens": answer_start, "tokens": len(tokens), "finish": "end" if has_end_token else "length"}
         facts |= {"created": int(time.time()), "greedy": job.sampling.temperature == 0}
-        return {"id": identity, **content, **facts, "written": asdict(written)}
+        return {"id": record_id, **content, **facts, "written": asdict(written)}

@@ -94,8 +94,8 @@ class Answers:
         """seconds: after these the texts are cancelled, and the reader gets an error."""
         self._loop, self._running = asyncio.get_running_loop(), count
         self.events, self._has_events = deque[Event](), asyncio.Event()
-        late = RefusedError(f"no whole answer within timeout={seconds} s", status=504)
-        self._timer = self._loop.call_later(seconds, self.cancel, late)
+        timeout_error = RefusedError(f"no whole answer within timeout={seconds} s", status=504)
+        self._timer = self._loop.call_later(seconds, self.cancel, timeout_error)
         self.futures: list[Future[None]] = []
         self.cancelled = False
         self.watch: asyncio.Task[None] | None = None
@@ -127,8 +127,8 @@ class Answers:
             event = self.events.popleft()
             if isinstance(event, UserError):
                 raise event
-            record, ends = event
-            self._running -= ends
+            record, text_ends = event
+            self._running -= text_ends
             yield record
 
 
@@ -147,9 +147,9 @@ class Workers:
         self,
         model: "Decoder",
         jobs: Sequence[TextJob],
-        seconds: float,
+        timeout_seconds: float,
         encode: EncodePiece,
-        end: EndText = lambda *_: None,
+        on_end: EndText = lambda *_: None,
     ) -> Answers:
         """Write the texts of `jobs` by `model`, each when its turn comes. Raises `RefusedError` if they are too many to
         wait."""
@@ -158,10 +158,10 @@ class Workers:
                 raise RefusedError(GIVEN_UP, status=503)
             if len(self.open) + len(jobs) > self._most:
                 raise RefusedError(f"{len(self.open)} texts are written or wait already: ask again later", status=429)
-            answers = Answers(len(jobs), seconds)
+            answers = Answers(len(jobs), timeout_seconds)
             answers.futures = [
-                self._pool.submit(self._write, model, job, answers, partial(encode, number), partial(end, number))
-                for number, job in enumerate(jobs)
+                self._pool.submit(self._write, model, job, answers, partial(encode, index), partial(on_end, index))
+                for index, job in enumerate(jobs)
             ]
             self.open |= dict.fromkeys(answers.futures, answers)
         for future in answers.futures:
@@ -189,7 +189,7 @@ class Workers:
 
     def _write(
         self, model: "Decoder", job: TextJob, answers: Answers, encode: Callable[[Piece], str],
-        end: Callable[[Sequence[int]], None],
+        on_end: Callable[[Sequence[int]], None],
     ) -> None:  # fmt: skip
         """Write one text. An error becomes an event of the text, and the thread goes on with the next text."""
         tokens = list[int]()
@@ -215,7 +215,7 @@ class Workers:
                 error = RefusedError("an error of the server, which its output describes", status=500)
             answers.put(error.with_traceback(None))  # a traceback would keep the memory of the text
         if tokens:
-            end(tokens)
+            on_end(tokens)
 
     def _count(self, **amounts: int) -> None:
         with self._lock:
@@ -223,30 +223,30 @@ class Workers:
 
 
 def decode_pieces(
-    rounds: Iterator[Round], job: TextJob, tokenizer: PreTrainedTokenizerBase, ends: Collection[int]
+    rounds: Iterator[Round], job: TextJob, tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]
 ) -> Iterator[Piece]:
     """The pieces of the text that `rounds` decode for `job`, without the stop string that ends it.
 
     A round has up to two pieces: its drafted tokens, and the target's own. Text that may begin a stop string is kept in
     `unsent`. ends: the ids that end a text.
     """
-    stream, unsent, history, rule = StreamedText(tokenizer, ends), "", [*job.ids], job.rule
-    for number, r in enumerate(rounds):
+    streamed_text, unsent, text_ids, stop_rule = StreamedText(tokenizer, end_ids), "", [*job.ids], job.rule
+    for round_index, r in enumerate(rounds):
         scores = r.scores if isinstance(r, ScoredRound) else ()
-        proposed, passes = r.drafted, int(number > 0)
-        for drafted, part in ((True, slice(0, r.accepted)), (False, slice(r.accepted, len(r.tokens)))):
-            if not (tokens := r.tokens[part]):
+        proposed, passes = r.drafted, int(round_index > 0)
+        for is_drafted, token_slice in ((True, slice(0, r.accepted)), (False, slice(r.accepted, len(r.tokens)))):
+            if not (tokens := r.tokens[token_slice]):
                 continue
-            history += tokens
-            unsent += stream.add(tokens)
-            tail = rule.shown_end(history, len(stream.tokens)) if rule else ""
-            size = max(0, len(unsent) - len(tail))
-            yield Piece(unsent[:size], tokens, drafted, scores[part], proposed, passes)
-            unsent, proposed, passes = unsent[size:], 0, 0
-    unsent += stream.flush()
-    stopped = rule is not None and rule.first_end(history, 1) is not None
-    if rule and stopped:
-        tail = rule.shown_end(history, len(stream.tokens))
+            text_ids += tokens
+            unsent += streamed_text.add(tokens)
+            tail = stop_rule.shown_end(text_ids, len(streamed_text.tokens)) if stop_rule else ""
+            send_length = max(0, len(unsent) - len(tail))
+            yield Piece(unsent[:send_length], tokens, is_drafted, scores[token_slice], proposed, passes)
+            unsent, proposed, passes = unsent[send_length:], 0, 0
+    unsent += streamed_text.flush()
+    is_stopped = stop_rule is not None and stop_rule.first_end(text_ids, 1) is not None
+    if stop_rule and is_stopped:
+        tail = stop_rule.shown_end(text_ids, len(streamed_text.tokens))
         unsent = unsent.removesuffix(tail if unsent.endswith(tail) else tokenizer.clean_up_tokenization(tail))
-    ended = stopped or stream.tokens[-1] in ends or len(stream.tokens) < job.max_new_tokens
+    ended = is_stopped or streamed_text.tokens[-1] in end_ids or len(streamed_text.tokens) < job.max_new_tokens
     yield Piece(unsent, reason="stop" if ended else "length")

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.base.errors import UserError
 from outrider.data_prep import restore_mtp as restoring
-from outrider.data_prep.restore_mtp import SHARD, declare_head, restore_mtp
+from outrider.data_prep.restore_mtp import SHARD_FILE, declare_head, restore_mtp
 from outrider.data_prep.settings import RestoreConfig
 from outrider.draft_models.mtp.checkpoint import open_mtp
 from outrider.draft_models.mtp.spellings import find_head
@@ -56,11 +56,11 @@ def test_the_copy_has_both_models_tensors(base: Path, tmp_path: Path, shard: str
     (target / "convert_target.json").write_text("{}")  # it was converted itself
     out = restored(base, target)
     torch.testing.assert_close(read_all(out), {**read_all(target), **HEAD}, rtol=0, atol=0)
-    shards = [file for file in out.glob("*.safetensors") if file.name != SHARD]
+    shards = [file for file in out.glob("*.safetensors") if file.name != SHARD_FILE]
     assert len(shards) == len([*target.glob("*.safetensors")]) == (1 if shard == "5GB" else len(shards)) > 0
     assert all(any(os.path.samefile(file, other) for other in target.glob("*.safetensors")) for file in shards)
     index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
-    assert {name for name, file in index.items() if file == SHARD} == {*HEAD}
+    assert {name for name, file in index.items() if file == SHARD_FILE} == {*HEAD}
     config = load_config(str(out))
     assert config.num_nextn_predict_layers == 1
     assert open_mtp(str(out), config).dialect == "qwen"

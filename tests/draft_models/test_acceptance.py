@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from outrider.draft_models.acceptance import (
-    BLOCKS,
+    BLOCK_BYTES,
     FLOAT32_BYTES,
     acceptance,
     acceptance_by_target,
@@ -42,7 +42,7 @@ def test_acceptance_is_a_probability_whatever_rounding_does() -> None:
 @pytest.mark.parametrize("at_once", [3, 1024])
 def test_judging_is_the_argmax_and_the_acceptance(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     """By a whole target, of which the vocabulary may be padded, or the drafter's, and by all there is of its top-k."""
-    monkeypatch.setitem(BLOCKS, "cpu", at_once * FLOAT32_BYTES * VOCABULARY + 1)
+    monkeypatch.setitem(BLOCK_BYTES, "cpu", at_once * FLOAT32_BYTES * VOCABULARY + 1)
     hidden, head = random(TOKENS, WIDTH), random(WIDTH, VOCABULARY, seed=1)
     known, teacher = random(TOKENS, WIDTH, seed=2), random(WIDTH, VOCABULARY, seed=3)
     q, p = (hidden @ head).log_softmax(-1), (known @ teacher).log_softmax(-1)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outrider.draft_models import losses as losses_module
-from outrider.draft_models.acceptance import BLOCKS, FLOAT32_BYTES, acceptance_by_target, argmax_and_acceptance
+from outrider.draft_models.acceptance import BLOCK_BYTES, FLOAT32_BYTES, acceptance_by_target, argmax_and_acceptance
 from outrider.draft_models.losses import (
     DIVERGENCES,
     linear_cross_entropy,
@@ -20,7 +20,7 @@ ROWS, WIDTH, TOKENS = 1100, 4, 512
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 16 rows of logits."""
-    monkeypatch.setitem(BLOCKS, "cpu", 16 * FLOAT32_BYTES * TOKENS + 1)
+    monkeypatch.setitem(BLOCK_BYTES, "cpu", 16 * FLOAT32_BYTES * TOKENS + 1)
 
 
 @pytest.mark.usefixtures("few")
@@ -50,4 +50,4 @@ def test_so_does_judging_a_drafter() -> None:
         argmax_and_acceptance(
             lambda states: states @ head, hidden, acceptance_by_target(lambda states: states @ head, hidden)
         )
-    assert alive.peak <= losses_module.COPIES * BLOCKS["cpu"] + 4 * hidden.nbytes
+    assert alive.peak <= losses_module.COPIES * BLOCK_BYTES["cpu"] + 4 * hidden.nbytes

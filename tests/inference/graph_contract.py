@@ -289,7 +289,7 @@ def keep_contracts(patch: pytest.MonkeyPatch) -> Watch:
     patch.setattr(cuda_graphs, "can_capture", lambda device: True)
     patch.setattr(GraphPool, "capture", watched_capture)
     patch.setattr(torch.cuda, "synchronize", lambda: None)
-    patch.setattr(attention_kernels, "TRIALS", 1)
+    patch.setattr(attention_kernels, "REPLAYS", 1)
     return watch
 
 

@@ -163,7 +163,7 @@ def test_what_servers_with_a_fault_draw_from_is_what_a_simulation_of_them_draws(
         distributions = {typical: [x * (x > bound) + rejected * x for x in of_row]}
         distributions[forgotten] = [of_row[0] * (i == 0) + (1 - of_row[0]) * x for i, x in enumerate(of_row)]
         for fault, distribution in distributions.items():
-            with patch("outrider.inference.audit.draws.COPIES", 20000):
+            with patch("outrider.inference.audit.draws.COPY_COUNT", 20000):
                 _, many = draws_of(p.log(), p.log(), torch.zeros(2, dtype=torch.long), coins)
             tails = many[fault].tail[row]
             found = [float((tails - sum(of_row[i:])).abs().lt(1e-9).double().mean()) for i in range(len(of_row))]
@@ -455,7 +455,7 @@ def test_a_long_answer_is_read_in_parts_that_bound_memory(model: PreTrainedModel
         answers = lossy(model, 0)
         whole = judge(model, answers)
         with (
-            patch("outrider.inference.audit.audit.LOGITS", 10 * model.config.vocab_size + 1),
+            patch("outrider.inference.audit.audit.MAX_LOGITS", 10 * model.config.vocab_size + 1),
             patch("outrider.inference.audit.audit.lossless.make_reference", Mock(side_effect=make_reference)) as made,
         ):
             parts = judge(model, answers)

@@ -380,7 +380,7 @@ FAULTS: dict[str, tuple[Case, int, *tuple[Fault, ...]]] = {  # where, the draws 
     "a q of what was copied": (CASES["chain, copied"], 1_500, Q_OF_COPIES),
     "the source is chosen after the draw": (
         CASES["chain, copied"], 1_500,
-        (ModelDrafter, "draft", "if len(copied):",
+        (ModelDrafter, "draft", "if len(copied_tree):",
          "drawn = self._source.with_ids(self.structure.draft(self._source, root, limit))\n"
          "        if len(drawn) and drawn.tokens[0] == 0:\n"
          "            return drawn\n"
@@ -398,13 +398,13 @@ FAULTS: dict[str, tuple[Case, int, *tuple[Fault, ...]]] = {  # where, the draws 
     ),
     "a q without the Markov head's bias": (
         CASES["chain, dspark"], 1_000,
-        (shapes.Chain, "draft", "q[row - 1] = probs[0]",
-         "q[row - 1] = softmax_probs(2 * logits - source._draft_model.drafter.bias(logits, tokens[-1]), (row,))[0]"),
+        (shapes.Chain, "draft", "= probs[0]",
+         "= softmax_probs(2 * logits - source._draft_model.drafter.bias(logits, tokens[-1]), (row,))[0]"),
     ),
     "a q of siblings without it": (
         CASES["k_config, dspark"], MORE,
-        (shapes.KConfig, "draft", "q |= zip(fed_nodes, probs, strict=True)",
-         "q |= zip(fed_nodes, softmax_probs(2 * logits - source._draft_model.drafter.bias(logits, tokens), rows))"),
+        (shapes.KConfig, "draft", "zip(fed_nodes, probs, strict=True)",
+         "zip(fed_nodes, softmax_probs(2 * logits - source._draft_model.drafter.bias(logits, tokens), rows))"),
     ),
     "the last token by the row above": (
         CASES["chain, fixed"], 500, (*VERIFIES, "tree.q, p, rule", "tree.q, torch.cat([p[:-1], p[-2:][:1]]), rule"),

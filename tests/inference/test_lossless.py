@@ -25,7 +25,7 @@ from outrider.inference.core.verify import Chance, Matching, NodeRule, Rejection
 from outrider.inference.drafters.copies import PromptLookup
 from outrider.inference.drafters.early_exit.drafter import EarlyExitDraftModel
 from outrider.inference.drafters.model_drafter import ModelDrafter
-from outrider.inference.drafters.model_plugin import copies_of
+from outrider.inference.drafters.model_plugin import make_prompt_lookup
 from outrider.inference.drafters.ngrams.drafter import make_ngram_drafter
 from outrider.inference.drafters.small_lm.drafter import SmallLMDraftModel
 from outrider.inference.loading.generation_config import TextSettings
@@ -191,7 +191,7 @@ def require_copies(target: Target, kind: str, structure: str = "the default") ->
     shape, allowance = make_structure(method, Streams(0), tuning=tuning), tuning.allowance()
     shape.observe = lambda tree, nodes: told.append(len(tree))  # type: ignore[method-assign]
     allowance.observe = lambda fed, submitted, emitted: told.append(submitted)  # type: ignore[method-assign]
-    drafter = ModelDrafter(target.source(kind), shape, allowance, copies_of(method, shape, tuning))
+    drafter = ModelDrafter(target.source(kind), shape, allowance, make_prompt_lookup(method, shape, tuning))
     drafts = noted(drafter)
     assert tokens_of(decode(target, drafter, count=2 * COUNT)) == known[len(PROMPT) :]
     for length, limit, tree, modelled in drafts:
@@ -224,10 +224,10 @@ FAULTS = {  # in a function of a class, and what stands there instead
     "the model misses what was copied": (
         SmallLMDraftModel,
         "commit",
-        "torch.cat([self._pending, uncached])",
-        "uncached",
+        "torch.cat([self._pending, uncached_tokens])",
+        "uncached_tokens",
     ),
-    "copies are learned from": (ModelDrafter, "commit", "len(tree) and not fed", "False"),
+    "copies are learned from": (ModelDrafter, "commit", "len(tree) and not pass_sizes", "False"),
     "of another text": (PromptLookup, "commit", "(tokens)", "(tokens[:1])"),
     "deeper than the structure": (ModelDrafter, "draft", "self.structure.steps(limit)", "limit"),
 }

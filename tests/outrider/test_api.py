@@ -302,7 +302,7 @@ def test_threads_share_passes_or_take_turns_and_get_the_texts_that_they_would_ge
     def watched(batch: Batch) -> None:
         time.sleep(0.002)  # in which another thread would begin
         step(batch)
-        seen.append((len(batch.texts), sum(text.waits is not None for text in batch.texts)))
+        seen.append((len(batch.texts), sum(text.pending is not None for text in batch.texts)))
 
     monkeypatch.setattr(Batch, "step", watched)
     asked = [*alone] * 4

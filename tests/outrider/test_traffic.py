@@ -100,7 +100,7 @@ def test_trainings_read_every_answer_with_its_own_tokens(
     labels = sum(int((rows[i]["labels"] != IGNORE).sum()) for i in range(len(rows)))
     assert labels == sum(len(ids) for _, ids in expected)
     assert "tokenised anew" not in capfd.readouterr().err
-    plant(monkeypatch, TrafficRecords, "make_record", "[(start, len(ids))]", "[(start - 1, len(ids) - 1)]")
+    plant(monkeypatch, TrafficRecords, "make_record", "(answer_start, len(ids))", "(answer_start - 1, len(ids) - 1)")
     log.unlink()
     with serving(model, log=str(log)) as (_, service, client):
         wrong = [*ids_of(ask(client, **IDS).choices)]

@@ -101,12 +101,12 @@ def test_a_user_has_the_last_word() -> None:
 @pytest.mark.parametrize("config", [CONFIG, WITH_CORPUS])
 def test_all_minutes_are_given_out(config: AutoConfig) -> None:
     """To steps with a limit, to loading, to the look (the answers go on with its time) and to reading a corpus."""
-    slow = replace(LOOK, tokens_per_second=50.0, tokenising=1.0)
+    slow = replace(LOOK, tokens_per_second=50.0, tokenising_minutes=1.0)
     for look in (LOOK, replace(LOOK, device="cuda", answered=150), slow):
         choice = choose_trainings(config, look, {})
         loads = 2 + len(choice.kinds)
         before = look.spent - look.answered * look.answer_tokens / look.tokens_per_minute + loads * look.loading + 1.5
-        before += look.tokenising * (1 + ("small_lm" in choice.kinds))
+        before += look.tokenising_minutes * (1 + ("small_lm" in choice.kinds))
         assert sum(choice.minutes.values()) + before == pytest.approx(CONFIG.minutes)
         trained = [choice.minutes[TRAINABLE[kind].step] for kind in choice.kinds]
         if "corpus_lm" in choice.minutes:

@@ -40,7 +40,7 @@ from outrider.train.calibrate import calibrate
 from outrider.train.core.training import Batch
 from outrider.train.parts.calibration_scores import brier_score, predict_acceptance, rounds_of_later_half
 from outrider.train.parts.capture import (
-    EXAMPLES,
+    ROW_TOKENS,
     Drafting,
     TextToContinue,
     capture,
@@ -176,7 +176,7 @@ def test_texts_are_continued_until_the_time_is_over(folder: Path, tmp_path: Path
     assert texts.now <= 60 + 4 * seconds
     assert (len(learned), len(heldout)) == (20, 6) if seconds == 1 else (texts.now >= 60 or len(heldout) == 6)
     assert learned == spread_order(20)[: len(learned)]
-    assert all(len(batch["label"]) >= EXAMPLES for batch in found.values())
+    assert all(len(batch["label"]) >= ROW_TOKENS for batch in found.values())
     assert len(select_tested(found["heldout"])["label"]) < len(found["heldout"]["label"])  # whole rounds of these alone
     assert same(select_tested(found["train"]), found["train"])
     in_order = [

@@ -7,8 +7,8 @@ from outrider.draft_models.calibration_head import CalibrationHead
 from outrider.draft_models.losses import IGNORE
 from outrider.train.calibrate import CalibrationStudent, Examples
 from outrider.train.parts.calibration_scores import (
-    CANDIDATES,
-    FEWEST,
+    MIN_ROUNDS,
+    TEMPERATURES,
     brier_score,
     expected_calibration_error,
     fit_temperatures,
@@ -20,7 +20,7 @@ from outrider.train.parts.calibration_scores import (
     survival_products,
     temper_head,
 )
-from outrider.train.parts.capture import EXAMPLES
+from outrider.train.parts.capture import ROW_TOKENS
 from tests.train.jobs import synthetic
 
 
@@ -59,7 +59,7 @@ def test_temperatures_undo_what_scaled_the_logits() -> None:
         for each in (torch.ones(10), found)
     )
     assert after < 0.02 < 0.05 < before
-    assert float((CANDIDATES - 1).abs().min()) < 1e-6
+    assert float((TEMPERATURES - 1).abs().min()) < 1e-6
 
 
 def test_short_rounds_and_few_of_them() -> None:
@@ -103,13 +103,13 @@ def test_a_position_that_few_drafts_reached_has_no_temperature() -> None:
     reached = [int((rounds.accepted >= place).sum()) for place in range(4)]
     found = fit_temperatures(rounds)
     assert reached[0] == 600
-    assert reached[3] < FEWEST < reached[1]
+    assert reached[3] < MIN_ROUNDS < reached[1]
     assert found[0] != 1
     assert found[3] == 1
 
 
 def test_rows_hold_every_example_once() -> None:
-    n = EXAMPLES + 7
+    n = ROW_TOKENS + 7
     captured = {
         "target_hidden": torch.randn(n, 3), "draft_hidden": torch.randn(n, 2), "position": torch.arange(n),
         "confidence": torch.rand(n), "label": torch.randint(0, 2, (n,)).float(),
@@ -118,7 +118,7 @@ def test_rows_hold_every_example_once() -> None:
     assert len(rows) == 2
     together = {name: torch.cat([rows[0][name], rows[1][name]]) for name in rows[0]}
     keep = together["labels"] != IGNORE
-    assert keep.tolist() == [True] * n + [False] * (2 * EXAMPLES - n)
+    assert keep.tolist() == [True] * n + [False] * (2 * ROW_TOKENS - n)
     assert torch.equal(together["labels"][keep], captured["label"].long())
     assert torch.equal(together["target_hidden"][keep], captured["target_hidden"])
     assert torch.equal(together["position"][keep], captured["position"])

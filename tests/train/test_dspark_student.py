@@ -104,9 +104,9 @@ def test_blocks_of_a_text_are_those_of_a_loop(
 
 FAULTS: dict[str, tuple[Any, str, str, str]] = {
     "a block sees the feature of its own root": (
-        DSparkStudent, "unroll", "(last % documents.shape[1])", "((last + 1) % documents.shape[1])"
+        DSparkStudent, "unroll", "(anchors % documents.shape[1])", "((anchors + 1) % documents.shape[1])"
     ),
-    "blocks stand one position early": (dspark, "block_positions", "last[..., None] + 1 +", "last[..., None] +"),
+    "blocks stand one position early": (dspark, "block_positions", "None] + 1 +", "None] +"),
     "a row sees the block of another anchor": (
         packed.PackedBlocks, "attend", "by_anchor.repeat", "by_anchor.roll(1, 1).repeat"
     ),

@@ -302,15 +302,15 @@ FAULTS = {  # where, and what stands there instead
     ),
     "steps between are not attended to": (Steps, "attend", "self.step > 1", "False"),
     "keys of other positions": (Steps, "attend", "= entry\n", "= entry[0].roll(1, 2), entry[1]\n"),
-    "entries between of other positions": (Steps, "_pick_positions", "(picks, entries", "(picks.roll(1, 1), entries"),
+    "entries between of other positions": (Steps, "_pick_positions", "(flat_indices, e", "(flat_indices.roll(1, 1), e"),
     "outputs of other positions": (*UNROLLED, "(picks, features.", "(picks.roll(1, 1), features."),
-    "the tokens of step 0": (*UNROLLED, "at + 1 + step) %", "at + 1) %"),
+    "the tokens of step 0": (*UNROLLED, "indices + 1 + step) %", "indices + 1) %"),
     "positions that only later steps need": (*UNROLLED, "(loss_mask.flip(-1).cumsum(-1).flip(-1) > 0)", "loss_mask"),
     "the next entry is seen": (QueriesAt, "block", "keys <= self.last", "keys <= 1 + self.last"),
     "drawn for another step": (eagle3, "draw_depths", "(seed, step, row)", "(seed, 1 + step, row)"),
-    "drawn, with the weight of all": (HeadStudent, "__init__", "weights.sum() / shares", "weights.sum()"),
-    "drawn, with a weight that is not the inverse": (HeadStudent, "__init__", "/ shares,", "* shares,"),
-    "predictions in the order of steps": (*UNROLLED, "(rows)[order]", "(rows)"),
+    "drawn, with the weight of all": (HeadStudent, "__init__", "weights.sum() / position_shares", "weights.sum()"),
+    "drawn, with a weight that is not the inverse": (HeadStudent, "__init__", "/ position_shares", "* position_shares"),
+    "predictions in the order of steps": (*UNROLLED, "(output_rows)[order]", "(output_rows)"),
 }
 
 

@@ -302,7 +302,7 @@ def test_a_small_lm_over_some_tokens_is_written_over_all(tmp_path: Path) -> None
     SmallLMPlugin().export(given.checkpoint, target, torch.float32, tmp_path / "served")
     require_same_model(Path(given.out_dir), tmp_path / "served")
     served = AutoModelForCausalLM.from_pretrained(given.out_dir)
-    drafted = own.outward(small(own.inward(text)).logits)
+    drafted = own.to_target_logits(small(own.to_draft_ids(text)).logits)
     torch.testing.assert_close(served(text).logits[..., own.tokens], drafted[..., own.tokens])
     assert torch.equal(served(text).logits.argmax(-1), drafted.argmax(-1))
     assert load_small_lm(given.out_dir, target.tokenizer, dtype=torch.float32).predicted is None

@@ -309,13 +309,13 @@ def test_widened_it_drafts_the_same_for_engines_with_one_vocabulary(tmp_path: Pa
     whole, small = models(save_target(tmp_path, tied=tied))
     text = torch.cat([batch()["input_ids"][0], torch.tensor([5, 6, 200, 3])])
     own = DraftVocabulary(TOKENS, VOCABULARY)
-    drafted = small(own.inward(text)[None]).logits
+    drafted = small(own.to_draft_ids(text)[None]).logits
     widen(small, own, {})
     small.save_pretrained(tmp_path / "wide")
     served = AutoModelForCausalLM.from_pretrained(tmp_path / "wide")(text[None]).logits
     assert served.shape[-1] == whole.config.vocab_size
     torch.testing.assert_close(served[..., TOKENS], drafted[..., : len(TOKENS)])
-    assert torch.equal(served.argmax(-1), own.outward(drafted).argmax(-1))
+    assert torch.equal(served.argmax(-1), own.to_target_logits(drafted).argmax(-1))
     assert not is_narrowed(AutoConfig.from_pretrained(tmp_path / "wide"))
 
 

@@ -353,7 +353,7 @@ def test_the_main_processes_clock_decides_for_all(tmp_path: Path) -> None:
         while done < budget.total:
             now += 0.5 if done < 60 else 1.0
             done += 1
-            budget.decide(done)
+            budget.update_total(done)
         (tmp_path / f"steps-{state.process_index}").write_text(str(done))
 
     assert launched(2, work) == [0, 0]

@@ -164,7 +164,7 @@ def test_progress_of_a_command_is_shown_as_part_of_the_one_that_runs_it(
     ]  # fmt: skip
     assert "measuring" not in (tmp_path / "log").read_text() + "".join(capfd.readouterr())
     assert "a word\n" in (tmp_path / "log").read_text()
-    assert progress._below == ""
+    assert progress._inner_line == ""
 
 
 @pytest.mark.parametrize(("name", "words", "option"), [

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from outrider.data_prep.restore_mtp import SHARD, restore_mtp
+from outrider.data_prep.restore_mtp import SHARD_FILE, restore_mtp
 from outrider.data_prep.settings import RestoreConfig
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.mtp.checkpoint import open_mtp
@@ -60,7 +60,7 @@ def test_a_refitted_head_drafts_better_and_goes_back(
     assert written.keys() == HEAD.keys()
     assert not same(written, HEAD)
     again = restore(tuned, out, tmp_path / "again")
-    assert same(load_file(again / SHARD), written)
+    assert same(load_file(again / SHARD_FILE), written)
     head = open_mtp(str(again), load_config(str(again))).load(torch.float32)
     model, stack = open_stack(tuned)
     head.use_target(stack)

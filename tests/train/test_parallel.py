@@ -55,7 +55,7 @@ def lm_alone(target: Path, objective: str, drafts: Parallel, few: Tensor | None,
     def say(text: Tensor, masks: int) -> Tensor:
         one.lm.set_attn_implementation("eager")
         text = torch.cat([text, torch.full((masks,), MASK)])
-        logits: Tensor = one.lm((text if own is None else own.inward(text))[None]).logits[0]
+        logits: Tensor = one.lm((text if own is None else own.to_draft_ids(text))[None]).logits[0]
         return logits if own is None else logits[:, : len(own.tokens)]
 
     return one, say, [*one.lm.parameters()], [*one.lm.parameters()]
@@ -212,22 +212,22 @@ FAULTS = {  # where, and what stands there instead
     "other drafts are seen": (*SEEN, "keys, 1] == anchors", "keys, 1] <= anchors"),
     "later masks are seen": (*SEEN, "& (keys <= queries)", ""),
     "masks are not seen": (*SEEN, "(keys <= anchors) | same_draft", "(keys <= anchors)"),
-    "other documents are seen": (*SEEN, "& (keys >= first) ", ""),
+    "other documents are seen": (*SEEN, "& (keys >= starts) ", ""),
     "windows end at the anchor": (*BAND, "anchors + depths - (window", "anchors - (window"),
     "drafts pass the document's end": (*DRAWN, "later_documents == documents", "later_documents >= documents"),
     "positions of the anchor": (*ROWS, "anchors) + depths]", "anchors)]"),
     "labels of the anchor": (*ROWS, "labels.gather(1, predicted_columns)", "labels.gather(1, last_seen)"),
-    "taught what follows the anchor": (*ROWS, "values[rows, predicted_columns]", "values[rows, last_seen]"),
+    "taught what follows the anchor": (*ROWS, "values[row_index, predicted_columns]", "values[row_index, last_seen]"),
     "depths dropped alike": (*DRAWN, "step, input_ids)[..., 1:]", "step, input_ids)[..., 1:2]"),
     "another step's drafts": (*DRAWN, "self.seed, step, input_ids", "self.seed, 0, input_ids"),
     "unsupervised anchors": (*DRAWN, "& (labels != IGNORE)[..., None]", ""),
     "masks without their vector": (EarlyExit, "embed", "* self.mask", "* 0 * self.mask"),
     "an exit's own positions": (*HIDDEN, "stack.rotary(all_positions)", "stack.rotary(all_positions.clamp(max=9))"),
-    "taught by other texts": (*HIDDEN, "trunk[:, :length].detach()", "trunk[:, :length].detach().flip(0)"),
-    "no gradient in frozen layers": (*HIDDEN, "set_grad_enabled(learns_masks)", "set_grad_enabled(False)"),
+    "taught by other texts": (*HIDDEN, "trunk[:, :text_length].detach()", "trunk[:, :text_length].detach().flip(0)"),
+    "no gradient in frozen layers": (*HIDDEN, "set_grad_enabled(needs_grad)", "set_grad_enabled(False)"),
     "weighed by its own token": (position_weights, "cat_weights", "[..., :-1], (1, 0)", "[..., 1:], (0, 1)"),
     "weighed by other drafts": (position_weights, "cat_weights", "flatten(0, 1)", "flatten(0, 1).roll(1, 0)"),
-    "each prediction counts as a token": (EarlyExitStudent, "forward", "loss / rows.expected_predictions", "loss"),
+    "each prediction counts as a token": (EarlyExitStudent, "forward", "/ draft_rows.expected_predictions", ""),
 }
 
 

@@ -149,7 +149,7 @@ def test_recorded_texts_are_the_targets_prompts_and_greedy_answers(
 
     cases = [(folder / "greedy", folder / "tokenizer"), (tmp_path / "talks", target)]
     assert all(are_right(*case) for case in cases)
-    plant(monkeypatch, recorded_answers, "first_answer", "ids[:first]", "ids[1:first]")
+    plant(monkeypatch, recorded_answers, "first_answer", "ids[:answer_start]", "ids[1:answer_start]")
     assert not any(are_right(*case) for case in cases)
 
 

@@ -31,24 +31,24 @@ Value = TypeVar("Value")
 
 @contextmanager
 def training_run(
-    config: RunConfig, memory: Callable[[], Plan] | None = None, *drafters: str
+    config: RunConfig, make_plan: Callable[[], Plan] | None = None, *drafter_dirs: str
 ) -> Iterator["TrainingRun"]:
     """A training in `config.out_dir`. Every process enters it, before it reads data or weights.
 
-    It joins the processes of a launcher, and locks out_dir and the folders of `drafters` against other runs. An
+    It joins the processes of a launcher, and locks out_dir and the folders of `drafter_dirs` against other runs. An
     out-of-memory error becomes one that lists what `memory()` says is held. Raises `UserError` if a folder is in use or
     not writable, and if out_dir holds a run and resume is off.
     """
     with ExitStack() as stack:
-        if memory is not None:
-            stack.enter_context(explain_out_of_memory(lambda: memory().parts))
+        if make_plan is not None:
+            stack.enter_context(explain_out_of_memory(lambda: make_plan().parts))
         state = join_processes()
         if isinstance(fit_config := getattr(config, "fit", None), FitConfig):
             fit_config.require_processes(state.num_processes)
-        for folder in {Path(path).resolve(): path for path in (config.out_dir, *drafters)}.values():
+        for folder in {Path(path).resolve(): path for path in (config.out_dir, *drafter_dirs)}.values():
             option, resume = ("out_dir", config.resume) if folder == config.out_dir else ("checkpoint", None)
-            locked = require_writable(folder, option)
-            stack.enter_context(only_run_of(state, locked, "a training", resume))
+            locked_dir = require_writable(folder, option)
+            stack.enter_context(only_run_of(state, locked_dir, "a training", resume))
         run_dir.require_free(Path(config.out_dir), config.resume)
         yield TrainingRun(Path(config.out_dir), config.resume, state)
         state.wait_for_everyone()
@@ -100,12 +100,12 @@ class TrainingRun:
         best = BestWeights(self.out_dir / BEST_FOLDER) if keeps_best else None
         if self.is_main and not run_dir.checkpoints(self.out_dir):
             shutil.rmtree(self.out_dir / BEST_FOLDER, ignore_errors=True)  # of a run killed before its first checkpoint
-        norms = {} if saved_dtype is None else copies_of_norms(student, saved_dtype)
+        start_norms = {} if saved_dtype is None else copies_of_norms(student, saved_dtype)
 
         def evaluate_and_keep(step: int) -> Metrics:
             metrics = {} if evaluate is None else evaluate(step)
-            if metrics and norms and saved_dtype is not None:
-                metrics |= norms_moved(norms, copies_of_norms(student, saved_dtype), step)
+            if metrics and start_norms and saved_dtype is not None:
+                metrics |= norms_moved(start_norms, copies_of_norms(student, saved_dtype), step)
             if best is not None and metrics:
                 best.offer(student, step, metrics)
             return metrics
@@ -174,14 +174,14 @@ def copies_of_norms(student: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]
     return {name: p.detach().to(dtype, copy=True) for name, p in trained if p.ndim == 1 and "norm" in name}
 
 
-def norms_moved(start: Mapping[str, Tensor], trained: Mapping[str, Tensor], step: int) -> Metrics:
+def norms_moved(start_norms: Mapping[str, Tensor], trained_norms: Mapping[str, Tensor], step: int) -> Metrics:
     """norms_moved: the share of the trained norms that differ from their start in the dtype they are saved in.
 
     It warns if no norm has moved: near 1, bfloat16 has steps of 0.8 %.
     """
-    moved = sum(not torch.equal(norm, trained[name]) for name, norm in start.items())
-    if not moved:
-        dtype = next(iter(start.values())).dtype
-        problem = f"none of the {len(start)} trained norms has moved, rounded to {dtype}"
+    moved_count = sum(not torch.equal(norm, trained_norms[name]) for name, norm in start_norms.items())
+    if not moved_count:
+        dtype = next(iter(start_norms.values())).dtype
+        problem = f"none of the {len(start_norms)} trained norms has moved, rounded to {dtype}"
         warn(f"step {step}: {problem}; raise lr or train longer")
-    return {"norms_moved": moved / len(start)}
+    return {"norms_moved": moved_count / len(start_norms)}

@@ -37,32 +37,32 @@ class TrainingEngine:
         mixed_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         if mixed_precision != "no":
             warn(f"mixed_precision={mixed_precision} in the launcher's config has no effect; fit.precision decides")
-        processes = join_processes().num_processes
-        micro = config.micro_rows(processes)
-        accumulated = config.batch_rows // (micro * processes)
-        plugin = utils.GradientAccumulationPlugin(num_steps=accumulated, sync_with_dataloader=False)
+        process_count = join_processes().num_processes
+        micro_rows = config.micro_rows(process_count)
+        accumulation_steps = config.batch_rows // (micro_rows * process_count)
+        plugin = utils.GradientAccumulationPlugin(num_steps=accumulation_steps, sync_with_dataloader=False)
         self.accelerator = Accelerator(
             mixed_precision="no",  # `fit` autocasts: with the launcher's setting, DeepSpeed and FSDP hold bf16 weights
             gradient_accumulation_plugin=plugin,
             log_with="wandb" if config.wandb.is_on() else None,
         )
-        kind = self.accelerator.distributed_type
-        self._deepspeed, self._fsdp = kind == utils.DistributedType.DEEPSPEED, kind == utils.DistributedType.FSDP
+        backend = self.accelerator.distributed_type
+        self._deepspeed, self._fsdp = backend == utils.DistributedType.DEEPSPEED, backend == utils.DistributedType.FSDP
         if self._fsdp and self.accelerator.state.fsdp_plugin.fsdp_version != 2:
             raise UserError("fsdp_version=1: only FSDP2 can be trained with; see conf/accelerate/fsdp.yaml")
         utils.set_seed(config.seed)  # for dropout, if the model has any
         self.model = model
         self._max_norm = config.max_grad_norm or math.inf
         model.zero_grad()
-        layers = {type(module).__name__ for module in model.modules() if isinstance(module, GradientCheckpointingLayer)}
-        vars(model)["_no_split_modules"] = sorted(layers)  # where FSDP's TRANSFORMER_BASED_WRAP looks for them
-        batch = {
-            "train_micro_batch_size_per_gpu": micro,
-            "gradient_accumulation_steps": accumulated,
+        names = {type(module).__name__ for module in model.modules() if isinstance(module, GradientCheckpointingLayer)}
+        vars(model)["_no_split_modules"] = sorted(names)  # where FSDP's TRANSFORMER_BASED_WRAP looks for them
+        batch_config = {
+            "train_micro_batch_size_per_gpu": micro_rows,
+            "gradient_accumulation_steps": accumulation_steps,
             "train_batch_size": config.batch_rows,
             "gradient_clipping": config.max_grad_norm,
         }
-        with sharding.deepspeed_config(self.accelerator, batch):
+        with sharding.deepspeed_config(self.accelerator, batch_config):
             self.module, self.optimizer = self.accelerator.prepare(model, build_optimizer(model, config))
         self._full_rates = [group["lr"] for group in self.optimizer.param_groups]
 
@@ -104,10 +104,10 @@ class TrainingEngine:
 
         Call it on every process. Raises `UserError` if they are unreadable or belong to another model.
         """
-        elsewhere = "continue under the strategy that wrote it (conf/accelerate), DeepSpeed's on as many GPUs"
+        advice = "continue under the strategy that wrote it (conf/accelerate), DeepSpeed's on as many GPUs"
         if self._optimizers and not (checkpoint / OPTIMIZER_FILE).exists():
             raise UserError(
-                f"{checkpoint}: no {OPTIMIZER_FILE} there, as if it was made by DeepSpeed or FSDP; {elsewhere}"
+                f"{checkpoint}: no {OPTIMIZER_FILE} there, as if it was made by DeepSpeed or FSDP; {advice}"
             )
         if not self._deepspeed:
             load_trained(self.model, checkpoint)
@@ -116,7 +116,7 @@ class TrainingEngine:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of DeepSpeed and FSDP
-            raise UserError(f"{checkpoint}: cannot be continued here ({reason(error)}); {elsewhere}") from None
+            raise UserError(f"{checkpoint}: cannot be continued here ({reason(error)}); {advice}") from None
         remedy = f"remove {checkpoint}: resume=true goes on before it"
         try:
             attributes = load_accelerator_state(str(checkpoint), [], self._optimizers, [], [], self._rank)
@@ -124,9 +124,9 @@ class TrainingEngine:
             raise
         except Exception as error:  # torch raises many types for damaged files
             raise UserError(f"{checkpoint / OPTIMIZER_FILE}: not readable ({reason(error)}); {remedy}") from None
-        random = checkpoint / f"{utils.RNG_STATE_NAME}_{self._rank}.pkl"  # none if there were fewer processes
-        if random.exists() and "step" not in attributes:  # Accelerate goes on without it
-            raise UserError(f"{random}: not readable; {remedy}")
+        rng_file = checkpoint / f"{utils.RNG_STATE_NAME}_{self._rank}.pkl"  # none if there were fewer processes
+        if rng_file.exists() and "step" not in attributes:  # Accelerate goes on without it
+            raise UserError(f"{rng_file}: not readable; {remedy}")
 
     def _load_sharded(self, checkpoint: Path) -> None:
         """What a strategy restores by itself; DeepSpeed stores its own copy of the weights."""

@@ -94,19 +94,19 @@ def fit(
     max_steps = config.total_steps(len(rows))
     config.require_processes(state.num_processes)  # raises before anything is written
     limits = {"steps": max_steps, "minutes": minutes}
-    run = limits | {"rows": len(rows), "fit": config.decisions(), "heldout_by": HELDOUT_BY, **identity}
-    checkpoint, longer = run_dir.open_run(out_dir, run, resume)
-    run["code"] = code_version()
+    run_record = limits | {"rows": len(rows), "fit": config.decisions(), "heldout_by": HELDOUT_BY, **identity}
+    checkpoint_dir, is_longer_run = run_dir.open_run(out_dir, run_record, resume)
+    run_record["code"] = code_version()
     state.wait_for_everyone()  # no process writes before all have read
 
-    earlier = TrainingState(0) if checkpoint is None else read_state(checkpoint)
-    metrics, resumed_from = earlier.metrics, earlier.step
-    limit = TimeLimit(minutes, earlier=earlier.seconds, clock=clock)
-    budget = StepBudget(limit, max_steps, resumed_from, None if longer else earlier.total)
-    if checkpoint is not None and resumed_from >= budget.total:
-        load_trained(student, checkpoint)
-        return FitResult(resumed_from, resumed_from, earlier.seconds, metrics, step=resumed_from, metrics=metrics)
-    if longer:
+    saved_state = TrainingState(0) if checkpoint_dir is None else read_state(checkpoint_dir)
+    metrics, resumed_from = saved_state.metrics, saved_state.step
+    limit = TimeLimit(minutes, earlier=saved_state.seconds, clock=clock)
+    budget = StepBudget(limit, max_steps, resumed_from, None if is_longer_run else saved_state.total)
+    if checkpoint_dir is not None and resumed_from >= budget.total:
+        load_trained(student, checkpoint_dir)
+        return FitResult(resumed_from, resumed_from, saved_state.seconds, metrics, step=resumed_from, metrics=metrics)
+    if is_longer_run:
         say(f"resume=true: longer than before; its learning rates go on at step {resumed_from} of {budget.total}")
     if config.gradient_checkpointing:
         student.gradient_checkpointing_enable()
@@ -116,37 +116,37 @@ def fit(
 
     with _autocast(student, config.precision, state.device):
         engine = TrainingEngine(student, config)
-        if checkpoint is not None:
-            engine.load(checkpoint)
-        described = {**run, "out_dir": str(out_dir), "processes": state.num_processes}
-        start_wandb(engine.accelerator, config.wandb, out_dir, described)
-        steps, seconds_left = range(resumed_from, budget.total), limit.left(limit.earlier)
-        report = TrainingLog(engine.accelerator, out_dir, steps, evaluate is not None, seconds_left)
+        if checkpoint_dir is not None:
+            engine.load(checkpoint_dir)
+        run_config = {**run_record, "out_dir": str(out_dir), "processes": state.num_processes}
+        start_wandb(engine.accelerator, config.wandb, out_dir, run_config)
+        step_range, seconds_left = range(resumed_from, budget.total), limit.left(limit.earlier)
+        training_log = TrainingLog(engine.accelerator, out_dir, step_range, evaluate is not None, seconds_left)
 
         def measure(step: int) -> None:
             nonlocal metrics
             assert evaluate is not None
             student.eval()
-            with report.time_evaluation(step), torch.no_grad(), sharding.whole_model(student, engine.module):
+            with training_log.time_evaluation(step), torch.no_grad(), sharding.whole_model(student, engine.module):
                 metrics = evaluate(step)
             student.train()
             if metrics:
-                report.log(step, {f"eval_{name}": value for name, value in metrics.items()})
+                training_log.log(step, {f"eval_{name}": value for name, value in metrics.items()})
 
         def save(step: int) -> None:
-            reached = TrainingState(step, metrics, budget.limit.spent(), budget.total)
+            new_state = TrainingState(step, metrics, budget.limit.spent(), budget.total)
             if step == budget.total and state.is_main_process:
                 before_last_save()
-            with report.pause_clock():
-                _save(engine, run, reached, out_dir, config.keep_checkpoints)
+            with training_log.pause_clock():
+                _save(engine, run_record, new_state, out_dir, config.keep_checkpoints)
 
-        with report:
-            total = run_steps(engine, rows, config, budget, report, evaluate=evaluate and measure, save=save)
+        with training_log:
+            step_count = run_steps(engine, rows, config, budget, training_log, evaluate=evaluate and measure, save=save)
         for tracker in engine.accelerator.trackers:  # `end_training` would also destroy the process group
             tracker.finish()
         say(f"training: {budget.ended_by(config, len(rows))}")
     sharding.make_whole(student)
-    return FitResult(total, resumed_from, budget.limit.spent(), metrics, step=total, metrics=metrics)
+    return FitResult(step_count, resumed_from, budget.limit.spent(), metrics, step=step_count, metrics=metrics)
 
 
 def _save(engine: TrainingEngine, run: Mapping[str, object], reached: TrainingState, out_dir: Path, keep: int) -> None:
@@ -155,21 +155,21 @@ def _save(engine: TrainingEngine, run: Mapping[str, object], reached: TrainingSt
     Call it on every process. Raises `UserError` if it cannot be written; earlier checkpoints then stay unchanged.
     """
     state = PartialState()
-    final, staging = out_dir / f"checkpoint-{reached.step}", out_dir / run_dir.STAGING
-    staged = staging / final.name
+    final_dir, staging_dir = out_dir / f"checkpoint-{reached.step}", out_dir / run_dir.STAGING
+    staged_dir = staging_dir / final_dir.name
     if state.is_main_process:
-        shutil.rmtree(staging, ignore_errors=True)
+        shutil.rmtree(staging_dir, ignore_errors=True)
     state.wait_for_everyone()
     try:
-        save_trained(engine.model, staged, state.is_main_process)
-        engine.save(staged)
+        save_trained(engine.model, staged_dir, state.is_main_process)
+        engine.save(staged_dir)
         state.wait_for_everyone()
         if state.is_main_process:
-            write_json(staged / STATE_FILE, asdict(reached))
-            write_json(staged / run_dir.RUN_FILE, run)
-            run_dir.publish(staged, final, keep)
+            write_json(staged_dir / STATE_FILE, asdict(reached))
+            write_json(staged_dir / run_dir.RUN_FILE, run)
+            run_dir.publish(staged_dir, final_dir, keep)
     except (OSError, SafetensorError, RuntimeError, UserError) as error:
-        shutil.rmtree(staging, ignore_errors=True)
+        shutil.rmtree(staging_dir, ignore_errors=True)
         raise UserError(
             f"out_dir={out_dir}: the checkpoint of step {reached.step} could not be written ({error}); "
             f"{run_dir.describe_newest(out_dir)}. Free space and continue with resume=true"

@@ -29,24 +29,24 @@ class Float32Muon(torch.optim.Muon):
                 momentum.lerp_(parameter.grad, 1 - group["momentum"])
                 nesterov = parameter.grad.lerp(momentum, group["momentum"])
                 rows, columns = parameter.shape
-                step = orthogonal(nesterov, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                update = orthogonal(nesterov, group["ns_coefficients"], group["ns_steps"], group["eps"])
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(step, alpha=-group["lr"] * math.sqrt(max(1.0, rows / columns)))
+                parameter.add_(update, alpha=-group["lr"] * math.sqrt(max(1.0, rows / columns)))
 
 
-def orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+def orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], iteration_count: int, eps: float) -> Tensor:
     """`matrix` [m, n] with all singular values near 1, in its dtype, which must be at least float32.
 
     The Newton-Schulz iteration of Muon (Jordan et al., 2024): divide by the matrix norm, then map every singular value
-    s to a s + b s³ + c s⁵, `steps` times, with coefficients a, b, c. eps: the smallest norm to divide by.
+    s to a s + b s³ + c s⁵, `iteration_count` times, with coefficients a, b, c. eps: the smallest norm to divide by.
     """
     a, b, c = coefficients
-    tall = matrix.shape[0] > matrix.shape[1]
-    iterate = (matrix.T if tall else matrix) / matrix.norm().clamp(min=eps)
-    for _ in range(steps):
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    iterate = (matrix.T if is_tall else matrix) / matrix.norm().clamp(min=eps)
+    for _ in range(iteration_count):
         gram = iterate @ iterate.T
         iterate = torch.addmm(iterate, torch.addmm(gram, gram, gram, beta=b, alpha=c), iterate, beta=a)
-    return iterate.T if tall else iterate
+    return iterate.T if is_tall else iterate
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -67,25 +67,25 @@ class MuonAdamW(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        begin = 0
-        for part, group_count in zip(self._parts, self._sizes, strict=True):
-            part.param_groups = self.param_groups[begin : begin + group_count]
-            part.state = self.state
-            begin += group_count
+        group_start = 0
+        for optimizer, group_count in zip(self._parts, self._sizes, strict=True):
+            optimizer.param_groups = self.param_groups[group_start : group_start + group_count]
+            optimizer.state = self.state
+            group_start += group_count
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None
-        for part in self._parts:
-            part.step()
+        for optimizer in self._parts:
+            optimizer.step()
 
 
 def build_optimizer(model: nn.Module, config: FitConfig) -> torch.optim.Optimizer:
     """AdamW, or Muon for the layers' matrices with AdamW for the rest. Vectors have no weight decay."""
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained_params = [p for p in model.parameters() if p.requires_grad]
     matrices = layer_matrices(model) if config.optimizer == "muon" else []
     matrix_ids = {id(p) for p in matrices}
-    adamw_parameters = [p for p in trained if id(p) not in matrix_ids]
+    adamw_parameters = [p for p in trained_params if id(p) not in matrix_ids]
     adamw_groups = [
         {"params": [p for p in adamw_parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in adamw_parameters if p.ndim < 2], "weight_decay": 0.0},
@@ -100,8 +100,8 @@ def build_optimizer(model: nn.Module, config: FitConfig) -> torch.optim.Optimize
         raise UserError("optimizer=muon: no matrix of a transformer layer is trained; use optimizer=adamw")
     # "original" scales a step to a fixed spectral norm per matrix, times sqrt(max(1, rows / columns)). So muon_lr
     # transfers across widths. "match_rms_adamw" would tie it to AdamW's scale instead.
-    quick = fast_dtype(matrices[0].device) == torch.bfloat16
-    muon = (torch.optim.Muon if quick else Float32Muon)(
+    has_fast_bf16 = fast_dtype(matrices[0].device) == torch.bfloat16
+    muon = (torch.optim.Muon if has_fast_bf16 else Float32Muon)(
         matrices, lr=config.muon_lr, weight_decay=config.weight_decay, momentum=0.95, adjust_lr_fn="original"
     )
     return muon if adamw is None else MuonAdamW(adamw, muon)
@@ -110,5 +110,5 @@ def build_optimizer(model: nn.Module, config: FitConfig) -> torch.optim.Optimize
 def layer_matrices(model: nn.Module) -> list[nn.Parameter]:
     """The trained 2-D parameters inside transformer layers: no embedding, head or norms."""
     layers = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
-    inside = (parameter for layer in layers for parameter in layer.parameters())
-    return list(dict.fromkeys(p for p in inside if p.requires_grad and p.ndim == 2))
+    layer_params = (parameter for layer in layers for parameter in layer.parameters())
+    return list(dict.fromkeys(p for p in layer_params if p.requires_grad and p.ndim == 2))

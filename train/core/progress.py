@@ -40,8 +40,8 @@ class TrainingLog(Stage):
     def add(self, loss_sum: Tensor, batch: Mapping[str, Tensor]) -> None:
         """Count a micro batch, which is on the CPU: its `loss_sum` (scalar), its labels, and its tokens but padding."""
         labels = batch["labels"]
-        tokens = (batch["documents"] >= 0).sum() if "documents" in batch else labels.numel()
-        counts = [int((labels != IGNORE).sum()), int(tokens)]
+        token_count = (batch["documents"] >= 0).sum() if "documents" in batch else labels.numel()
+        counts = [int((labels != IGNORE).sum()), int(token_count)]
         count_tensor = torch.tensor(counts, dtype=torch.float64, device=loss_sum.device)
         self._sums.append(torch.cat([loss_sum.detach().double().reshape(1), count_tensor]))
 
@@ -66,37 +66,37 @@ class TrainingLog(Stage):
             yield
         self.after = time.perf_counter() - began
 
-    def log_interval(self, step: int, rate: float, norm: float | None) -> None:
+    def log_interval(self, step: int, lr: float, grad_norm: float | None) -> None:
         """Log the steps since the previous line, after `step` steps. rate: the learning rate of the last step."""
-        loss_sum, supervised, tokens = self.drain()
-        end = time.perf_counter()
-        interval, self._interval_start = end - self._interval_start, end
-        values = {"loss": loss_sum / supervised, "lr": rate, "tokens_per_s": tokens / interval}
-        values |= {} if norm is None else {"grad_norm": norm}
-        more = "+evaluation" if self._evaluates and not self.after else ""
-        self.log(step, {**values, "eta": self.seconds_left or 0.0}, more)
+        loss_sum, label_count, token_count = self.drain()
+        end_time = time.perf_counter()
+        interval_seconds, self._interval_start = end_time - self._interval_start, end_time
+        metrics = {"loss": loss_sum / label_count, "lr": lr, "tokens_per_s": token_count / interval_seconds}
+        metrics |= {} if grad_norm is None else {"grad_norm": grad_norm}
+        suffix = "+evaluation" if self._evaluates and not self.after else ""
+        self.log(step, {**metrics, "eta": self.seconds_left or 0.0}, suffix)
 
-    def log(self, step: int, values: Mapping[str, float], more: str = "") -> None:
+    def log(self, step: int, metrics: Mapping[str, float], suffix: str = "") -> None:
         """Log one line of named numbers, after `step` steps. more: printed after the last number."""
         if not self.accelerator.is_main_process:
             return
-        values = {key: float(value) for key, value in values.items()}
-        figures = " ".join(f"{key}={FORMATS.get(key, '{:.4f}').format(value)}" for key, value in values.items())
-        print(f"step={step}/{self.total} {figures}{more}", flush=True)
-        with (self.out_dir / LOG_FILE).open("a", encoding="utf-8") as log:
-            log.write(json.dumps({"step": step, **values}) + "\n")
-        self.accelerator.log(values, step=step)
+        metrics = {key: float(value) for key, value in metrics.items()}
+        figures_text = " ".join(f"{key}={FORMATS.get(key, '{:.4f}').format(value)}" for key, value in metrics.items())
+        print(f"step={step}/{self.total} {figures_text}{suffix}", flush=True)
+        with (self.out_dir / LOG_FILE).open("a", encoding="utf-8") as log_file:
+            log_file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self.accelerator.log(metrics, step=step)
 
 
 def cut_log(out_dir: Path, step: int) -> None:
     """Remove the lines of log.jsonl that a killed run wrote after step `step`; they will be written again."""
-    file = out_dir / LOG_FILE
-    if not file.exists():
+    log_path = out_dir / LOG_FILE
+    if not log_path.exists():
         return
-    lines = file.read_bytes().splitlines(keepends=True)
+    lines = log_path.read_bytes().splitlines(keepends=True)
     earlier_lines = [line for line in lines if _step_of(line) <= step]
     if len(earlier_lines) < len(lines):
-        write_atomically(file, b"".join(earlier_lines))
+        write_atomically(log_path, b"".join(earlier_lines))
 
 
 def _step_of(line: bytes) -> float:

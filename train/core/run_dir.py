@@ -56,41 +56,41 @@ def open_run(out_dir: Path, identity: Mapping[str, object], resume: bool) -> tup
     if the run to resume has another identity; the message names each difference.
     """
     require_free(out_dir, resume)
-    if not (complete := checkpoints(out_dir)):
+    if not (checkpoint_dirs := checkpoints(out_dir)):
         return None, False
-    newest = complete[-1]
-    record = read_mapping(newest / RUN_FILE, "record of a run", "remove the checkpoint, or give another out_dir")
-    (minutes, steps), (more_minutes, more_steps) = map(_limits, (record, identity))
-    longer = (minutes, steps) != (more_minutes, more_steps) and minutes <= more_minutes and steps <= more_steps
-    if longer:
+    newest_dir = checkpoint_dirs[-1]
+    record = read_mapping(newest_dir / RUN_FILE, "record of a run", "remove the checkpoint, or give another out_dir")
+    (minutes, steps), (new_minutes, new_steps) = map(_limits, (record, identity))
+    is_longer = (minutes, steps) != (new_minutes, new_steps) and minutes <= new_minutes and steps <= new_steps
+    if is_longer:
         record, identity = map(_without_limits, (record, identity))
-    run_dirs.check_identity(record, identity, newest)
-    return newest, longer
+    run_dirs.check_identity(record, identity, newest_dir)
+    return newest_dir, is_longer
 
 
-def _limits(run: Mapping[str, object]) -> tuple[float, int]:
+def _limits(record: Mapping[str, object]) -> tuple[float, int]:
     """The most minutes and steps of a run by its identity."""
-    return construct(float | None, run.get("minutes")) or math.inf, construct(int, run.get("steps"), "steps")
+    return construct(float | None, record.get("minutes")) or math.inf, construct(int, record.get("steps"), "steps")
 
 
-def _without_limits(run: Mapping[str, object]) -> dict[str, object]:
-    fit = construct(dict[str, object], run.get("fit", {}), "fit")
-    return {**run, "minutes": None, "steps": None, "fit": {**fit, "steps": None, "epochs": None}}
+def _without_limits(run_record: Mapping[str, object]) -> dict[str, object]:
+    fit_settings = construct(dict[str, object], run_record.get("fit", {}), "fit")
+    return {**run_record, "minutes": None, "steps": None, "fit": {**fit_settings, "steps": None, "epochs": None}}
 
 
-def publish(staged: Path, final: Path, keep: int) -> None:
-    """Rename the complete directory `staged` in `STAGING` to `final`; delete all but the newest `keep`."""
-    if final.exists():
-        _discard(final, staged.parent)
-    os.replace(staged, final)
-    for old in checkpoints(final.parent)[:-keep]:
-        _discard(old, staged.parent)
-    shutil.rmtree(staged.parent, ignore_errors=True)
+def publish(staged_dir: Path, final_dir: Path, n_keep: int) -> None:
+    """Rename the complete directory `staged_dir` in `STAGING` to `final_dir`; delete all but the newest `n_keep`."""
+    if final_dir.exists():
+        _discard(final_dir, staged_dir.parent)
+    os.replace(staged_dir, final_dir)
+    for old_checkpoint in checkpoints(final_dir.parent)[:-n_keep]:
+        _discard(old_checkpoint, staged_dir.parent)
+    shutil.rmtree(staged_dir.parent, ignore_errors=True)
 
 
 def _discard(checkpoint: Path, staging: Path) -> None:
     """Delete a checkpoint; it is renamed first, because a half-deleted one must not look complete."""
-    grave = staging / f"old-{checkpoint.name}"
-    shutil.rmtree(grave, ignore_errors=True)
-    os.replace(checkpoint, grave)
-    shutil.rmtree(grave, ignore_errors=True)
+    trash_dir = staging / f"old-{checkpoint.name}"
+    shutil.rmtree(trash_dir, ignore_errors=True)
+    os.replace(checkpoint, trash_dir)
+    shutil.rmtree(trash_dir, ignore_errors=True)

@@ -28,17 +28,17 @@ WEIGHTS_FILE = "model.safetensors"
 
 def whole_parameters(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
     """The full values of named `parameters`: a detached view of an unsharded one, else a gathered copy."""
-    values = {}
+    full_tensors = {}
     for name, parameter in parameters:
         detached = parameter.detach()
         if isinstance(detached, DTensor):
-            values[name] = detached.full_tensor()
+            full_tensors[name] = detached.full_tensor()
         elif hasattr(parameter, "ds_id"):
             with _gather_parameters([parameter]):
-                values[name] = parameter.detach().clone()
+                full_tensors[name] = parameter.detach().clone()
         else:
-            values[name] = detached
-    return values
+            full_tensors[name] = detached
+    return full_tensors
 
 
 @torch.no_grad()
@@ -52,17 +52,17 @@ def assign(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 @contextmanager
-def whole_model(model: nn.Module, engine: nn.Module) -> Iterator[None]:
-    """Gather `model` on every process, so that one of them can use it alone; `engine` is its training wrapper.
+def whole_model(model: nn.Module, wrapped_model: nn.Module) -> Iterator[None]:
+    """Gather `model` on every process, so that one of them can use it alone; `wrapped_model` is its training wrapper.
 
     Changes to parameters inside are not written back to the shards.
     """
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module in sharded:
+    fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in fsdp_modules:
         module.set_reshard_after_forward(False, recurse=False)
         module.unshard()
         _make_copyable(module)
-    offload = getattr(getattr(engine, "optimizer", None), "parameter_offload", None)  # ZeRO-3 only
+    offload = getattr(getattr(wrapped_model, "optimizer", None), "parameter_offload", None)  # ZeRO-3 only
     if offload is not None:
         # Its hooks would run collective operations, in which the other processes do not take part.
         offload._remove_module_hooks()
@@ -72,7 +72,7 @@ def whole_model(model: nn.Module, engine: nn.Module) -> Iterator[None]:
         yield
     if offload is not None:
         offload.setup_zero_stage3_hooks()
-    for module in sharded:
+    for module in fsdp_modules:
         del vars(module)["__deepcopy__"]
         module.reshard()
         module.set_reshard_after_forward(module is not model, recurse=False)
@@ -85,17 +85,17 @@ def _make_copyable(module: FSDPModule) -> None:
 
 def _ordinary_copy(module: FSDPModule, memo: dict[int, object]) -> nn.Module:
     """A deep copy with the class that `module` had before FSDP, without FSDP's hooks and state."""
-    kinds = (kind for kind in type(module).__mro__ if issubclass(kind, nn.Module) and not issubclass(kind, FSDPModule))
-    kind: type[nn.Module] = next(kinds)
-    copied = memo[id(module)] = kind.__new__(kind)
-    fresh = vars(nn.Module())
+    classes = (cls for cls in type(module).__mro__ if issubclass(cls, nn.Module) and not issubclass(cls, FSDPModule))
+    cls: type[nn.Module] = next(classes)
+    module_copy = memo[id(module)] = cls.__new__(cls)
+    default_attrs = vars(nn.Module())
     for name, value in vars(module).items():
-        if "hook" in name and name in fresh:
-            vars(copied)[name] = fresh[name]
+        if "hook" in name and name in default_attrs:
+            vars(module_copy)[name] = default_attrs[name]
         # PyTorch has no public way to undo `fully_shard`, whose state is stored under names with this prefix.
         elif name != "__deepcopy__" and not name.startswith("__composable_api_state_key"):
-            vars(copied)[name] = copy.deepcopy(value, memo)
-    return copied
+            vars(module_copy)[name] = copy.deepcopy(value, memo)
+    return module_copy
 
 
 def make_whole(model: nn.Module, *, frozen: bool = False) -> None:
@@ -113,11 +113,11 @@ def make_whole(model: nn.Module, *, frozen: bool = False) -> None:
 
 
 @contextmanager
-def deepspeed_config(accelerator: Accelerator, decided: Mapping[str, float]) -> Iterator[None]:
-    """Replace "auto" in DeepSpeed's config by the loop's `decided` values while `prepare` reads it.
+def deepspeed_config(accelerator: Accelerator, loop_config: Mapping[str, float]) -> Iterator[None]:
+    """Replace "auto" in DeepSpeed's config by the loop's `loop_config` values while `prepare` reads it.
 
     Afterwards "auto" is restored for the next run of this process. Does nothing without DeepSpeed. Raises `UserError`
-    if the launcher's config contradicts `decided`.
+    if the launcher's config contradicts `loop_config`.
     """
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         yield
@@ -127,10 +127,10 @@ def deepspeed_config(accelerator: Accelerator, decided: Mapping[str, float]) -> 
     logger.setLevel(logging.ERROR)
     plugin = accelerator.deepspeed_plugin
     config = plugin.deepspeed_config
-    for key, value in decided.items():
+    for key, value in loop_config.items():
         if config.get(key, "auto") not in ("auto", value):
             raise UserError(f"DeepSpeed's {key}={config[key]}: the settings of `fit` make it {value}; write auto there")
-    plugin.deepspeed_config = plugin.hf_ds_config.config = {**copy.deepcopy(config), **decided}
+    plugin.deepspeed_config = plugin.hf_ds_config.config = {**copy.deepcopy(config), **loop_config}
     try:
         yield
     finally:
@@ -150,8 +150,8 @@ def _round_once() -> None:
     def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if bias is None:
             return zero3_linear_wrap(input, weight)
-        rows = zero3_linear_wrap(input.reshape(-1, input.shape[-1]), weight, bias)
-        return rows.view(*input.shape[:-1], rows.shape[-1])
+        flat_output = zero3_linear_wrap(input.reshape(-1, input.shape[-1]), weight, bias)
+        return flat_output.view(*input.shape[:-1], flat_output.shape[-1])
 
     if nn.functional.linear is zero3_linear_wrap:
         nn.functional.linear = linear
@@ -175,10 +175,10 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def save_trained(model: nn.Module, folder: Path, write: bool) -> None:
-    """Save the trained parameters to `folder`; call it on every process, with `write` on the one that writes."""
+def save_trained(model: nn.Module, folder: Path, is_writer: bool) -> None:
+    """Save the trained parameters to `folder`; call it on every process, with `is_writer` on the one that writes."""
     weights = whole_parameters(trained_parameters(model).items())
-    if write:
+    if is_writer:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / WEIGHTS_FILE, save({name: value.contiguous() for name, value in weights.items()}))
 
@@ -190,9 +190,9 @@ def load_trained(model: nn.Module, folder: Path) -> None:
     except (OSError, SafetensorError) as error:
         remedy = f"remove {folder}: resume=true goes on before it"
         raise UserError(f"{folder / WEIGHTS_FILE}: not readable ({reason(error)}); {remedy}") from None
-    wrong = sorted(saved.keys() ^ trained.keys())
-    wrong = wrong or sorted(name for name, p in trained.items() if p.shape != saved[name].shape)
-    if wrong:
-        raise UserError(f"{folder}: does not fit the model to train; they differ in {', '.join(wrong[:5])}")
+    wrong_names = sorted(saved.keys() ^ trained.keys())
+    wrong_names = wrong_names or sorted(name for name, p in trained.items() if p.shape != saved[name].shape)
+    if wrong_names:
+        raise UserError(f"{folder}: does not fit the model to train; they differ in {', '.join(wrong_names[:5])}")
     for name, parameter in trained.items():
         assign(parameter, saved[name])

@@ -8,7 +8,7 @@ from outrider.base.processes import from_main, join_processes
 from outrider.inference.measure.time_limit import TimeLimit
 from outrider.train.settings.fit import FitConfig
 
-ENOUGH = 20  # steps below which a training learns little
+MIN_STEPS = 20  # steps below which a training learns little
 
 
 class StepBudget:
@@ -28,13 +28,13 @@ class StepBudget:
         if total is None:
             total = start + round(steps_left) if steps_left < math.inf else max_steps
         self.limit, self.max_steps, self.start, self.total = limit, max_steps, start, min(max_steps, total)
-        self._state, self._first, self._warned = join_processes(), 0.0, False
+        self._state, self._first_seconds, self._warned = join_processes(), 0.0, False
 
     def begin(self) -> None:
         """Start the clock, right before the first step of this run."""
         self.limit = replace(self.limit, started=self.limit.clock())
 
-    def decide(self, step: int) -> int:
+    def update_total(self, step: int) -> int:
         """The total number of steps after `step` steps, `step` itself where the time is over.
 
         Every process calls it, and the main one decides.
@@ -45,19 +45,19 @@ class StepBudget:
 
     def _estimate(self, step: int) -> int:
         spent = self.limit.spent()
-        self._first = self._first or spent - self.limit.earlier  # seconds of this run's first step
-        pace = (spent - self._first) / (step - 1) if step > 1 else self._first  # seconds of a step
+        self._first_seconds = self._first_seconds or spent - self.limit.earlier  # seconds of this run's first step
+        pace = (spent - self._first_seconds) / (step - 1) if step > 1 else self._first_seconds  # seconds of a step
         steps_left = max(0, round(self.limit.left(spent) / max(pace, 1e-9)))  # a last step may begin if half of it fits
         self._warn_of_long_steps(pace, is_measured=step > self.start + 1 or not steps_left)
         return min(self.max_steps, step + steps_left) if step > 1 or not steps_left else self.total
 
-    def _warn_of_long_steps(self, pace: float, is_measured: bool) -> None:
-        """Say once which options make a step of `pace` seconds shorter if the minutes hold too few of them."""
-        seconds = self.limit.left(0.0)
-        if is_measured and not self._warned and pace > seconds / ENOUGH:
-            shorter = f"with a smaller fit.batch_rows or seq_len there are more; a training wants {ENOUGH} or more"
-            steps = max(1, round(seconds / pace))
-            warn(f"minutes={self.limit.minutes:g}: one step takes {pace:.3g} s, so they hold {steps}; {shorter}")
+    def _warn_of_long_steps(self, step_seconds: float, is_measured: bool) -> None:
+        """Say once which options make a step of `step_seconds` seconds shorter if the minutes hold too few of them."""
+        limit_seconds = self.limit.left(0.0)
+        if is_measured and not self._warned and step_seconds > limit_seconds / MIN_STEPS:
+            advice = f"with a smaller fit.batch_rows or seq_len there are more; a training wants {MIN_STEPS} or more"
+            steps = max(1, round(limit_seconds / step_seconds))
+            warn(f"minutes={self.limit.minutes:g}: one step takes {step_seconds:.3g} s, so they hold {steps}; {advice}")
         self._warned |= is_measured
 
     def ended_by(self, config: FitConfig, row_count: int) -> str:
@@ -65,7 +65,7 @@ class StepBudget:
         steps, minutes = self.total, self.limit.minutes
         if steps < self.max_steps:
             return f"minutes={minutes:g} ended it after {steps} of {self.max_steps} steps"
-        by = f"steps={config.steps}" if config.epochs is None else f"epochs={config.epochs:g} of {row_count} rows"
-        unused = "" if minutes is None else f"; minutes={minutes:g} were not needed"
-        advice = f"; {row_count} rows are far too few: give more data" if config.epochs and steps < ENOUGH else ""
-        return f"{by} ended it after {steps} steps{unused}{advice}"
+        cause = f"steps={config.steps}" if config.epochs is None else f"epochs={config.epochs:g} of {row_count} rows"
+        unused_text = "" if minutes is None else f"; minutes={minutes:g} were not needed"
+        advice = f"; {row_count} rows are far too few: give more data" if config.epochs and steps < MIN_STEPS else ""
+        return f"{cause} ended it after {steps} steps{unused_text}{advice}"

@@ -17,8 +17,8 @@ from torch import Tensor
 from outrider.draft_models.calibration_head import POSITIONS, CalibrationHead
 from outrider.train.core.training import Batch
 
-CANDIDATES = torch.linspace(-1.5, 1.5, 121).exp()  # temperatures, including 1
-FEWEST = 100  # rounds needed to fit a position's temperature; only rounds with all earlier tokens accepted count
+TEMPERATURES = torch.linspace(-1.5, 1.5, 121).exp()  # temperatures, including 1
+MIN_ROUNDS = 100  # rounds needed to fit a position's temperature; only rounds with all earlier tokens accepted count
 BINS = 10  # of predicted probability
 
 
@@ -39,11 +39,11 @@ def rounds_of(logits: Tensor, position: Tensor, label: Tensor) -> Rounds:
 
     Example: the positions 1 2 3 1 2 with the labels 1 1 0 1 1 are two rounds, with 2 accepted tokens each.
     """
-    round_index = (position == 1).cumsum(0) - 1
-    shape = int(round_index[-1]) + 1, int(position.max())
-    grid, exists = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
-    grid[round_index, position - 1], exists[round_index, position - 1] = logits.float(), True
-    return Rounds(grid, exists, torch.zeros(shape[0]).index_add_(0, round_index, label.float()))
+    round_indices = (position == 1).cumsum(0) - 1
+    grid_shape = int(round_indices[-1]) + 1, int(position.max())
+    logit_grid, exists = torch.zeros(grid_shape), torch.zeros(grid_shape, dtype=torch.bool)
+    logit_grid[round_indices, position - 1], exists[round_indices, position - 1] = logits.float(), True
+    return Rounds(logit_grid, exists, torch.zeros(grid_shape[0]).index_add_(0, round_indices, label.float()))
 
 
 def fit_temperatures(rounds: Rounds) -> Tensor:
@@ -51,15 +51,15 @@ def fit_temperatures(rounds: Rounds) -> Tensor:
 
     T_i is 1 if too few rounds have i − 1 accepted tokens. Positions beyond `POSITIONS` share the last temperature.
     """
-    temperatures, survival = torch.ones(POSITIONS), torch.ones(len(rounds.accepted))
+    temperatures, survival_probs = torch.ones(POSITIONS), torch.ones(len(rounds.accepted))
     for index in range(min(POSITIONS, rounds.logits.shape[1])):
         exists = rounds.exists[:, index]
-        right = (rounds.accepted > index).float()  # [r]: all tokens so far are accepted
-        if (exists & (rounds.accepted >= index)).sum() >= FEWEST:
-            products = survival * (rounds.logits[:, index] / CANDIDATES[:, None]).sigmoid()  # [candidates, r]
-            losses = [F.binary_cross_entropy(product[exists], right[exists]) for product in products]
-            temperatures[index] = CANDIDATES[int(torch.stack(losses).argmin())]
-        survival = survival * (rounds.logits[:, index] / temperatures[index]).sigmoid()
+        all_accepted = (rounds.accepted > index).float()  # [r]: all tokens so far are accepted
+        if (exists & (rounds.accepted >= index)).sum() >= MIN_ROUNDS:
+            products = survival_probs * (rounds.logits[:, index] / TEMPERATURES[:, None]).sigmoid()  # [candidates, r]
+            losses = [F.binary_cross_entropy(probs[exists], all_accepted[exists]) for probs in products]
+            temperatures[index] = TEMPERATURES[int(torch.stack(losses).argmin())]
+        survival_probs = survival_probs * (rounds.logits[:, index] / temperatures[index]).sigmoid()
     return temperatures
 
 
@@ -71,9 +71,9 @@ def log_loss(rounds: Rounds, temperatures: Tensor) -> float:
 def survival_products(rounds: Rounds, temperatures: Tensor) -> tuple[Tensor, Tensor]:
     """The products [m] up to every token of every round, and whether all these tokens were accepted [m]."""
     positions = torch.arange(rounds.logits.shape[1])
-    probabilities = (rounds.logits / temperatures[positions.clamp(max=POSITIONS - 1)]).sigmoid()
-    right = (rounds.accepted[:, None] > positions).float()
-    return probabilities.cumprod(1)[rounds.exists], right[rounds.exists]
+    accept_probs = (rounds.logits / temperatures[positions.clamp(max=POSITIONS - 1)]).sigmoid()
+    all_accepted = (rounds.accepted[:, None] > positions).float()
+    return accept_probs.cumprod(1)[rounds.exists], all_accepted[rounds.exists]
 
 
 class Tempering(TypedDict):
@@ -122,15 +122,15 @@ def temper_head(head: CalibrationHead, heldout: Batch, *, keep: bool = True) -> 
     Returns the scores on the second half. heldout: whole rounds, from `capture`.
     """
     rounds = rounds_of(logits_of(head, heldout), heldout["position"], heldout["label"])
-    half = len(rounds.accepted) // 2
-    temperatures, tested = fit_temperatures(rounds.part(slice(half))), rounds.part(slice(half, None))
-    ones = torch.ones_like(temperatures)
-    improves = keep and log_loss(tested, temperatures) < log_loss(tested, ones)
-    curves = (reliability_curve(*survival_products(tested, scales)) for scales in (ones, temperatures))
+    half_count = len(rounds.accepted) // 2
+    temperatures, second_half = fit_temperatures(rounds.part(slice(half_count))), rounds.part(slice(half_count, None))
+    unit_temps = torch.ones_like(temperatures)
+    improves = keep and log_loss(second_half, temperatures) < log_loss(second_half, unit_temps)
+    curves = (reliability_curve(*survival_products(second_half, scales)) for scales in (unit_temps, temperatures))
     error_before, error_after = map(expected_calibration_error, curves)
-    head.temperature.copy_(temperatures if improves else ones)
+    head.temperature.copy_(temperatures if improves else unit_temps)
     return {
-        "rounds": len(tested.accepted),
+        "rounds": len(second_half.accepted),
         "ece_before": error_before,
         "ece_after": error_after,
         "temperature": [round(value, 4) for value in temperatures.tolist()],
@@ -140,51 +140,51 @@ def temper_head(head: CalibrationHead, heldout: Batch, *, keep: bool = True) -> 
 
 def rounds_of_later_half(captured: Batch) -> Batch:
     """The rounds of `captured` that `temper_head` did not fit temperatures on."""
-    row = (captured["position"] == 1).cumsum(0) - 1
-    is_later = row >= (int(row[-1]) + 1) // 2
+    round_indices = (captured["position"] == 1).cumsum(0) - 1
+    is_later = round_indices >= (int(round_indices[-1]) + 1) // 2
     return {name: value[is_later] for name, value in captured.items()}
 
 
-def brier_score(predicted: Tensor, label: Tensor) -> float:
+def brier_score(predicted_probs: Tensor, labels: Tensor) -> float:
     """Mean squared difference of predicted probability and outcome; 0 is a perfect prediction."""
-    return float((predicted - label).square().mean())
+    return float((predicted_probs - labels).square().mean())
 
 
-def reliability_curve(predicted: Tensor, label: Tensor) -> list[dict[str, float]]:
+def reliability_curve(predicted_probs: Tensor, labels: Tensor) -> list[dict[str, float]]:
     """For `BINS` equal bins of predicted probability: mean prediction, mean outcome, number of tokens."""
-    bin_index = (predicted * BINS).long().clamp(0, BINS - 1)
-    bins = []
+    bin_indices = (predicted_probs * BINS).long().clamp(0, BINS - 1)
+    bin_stats = []
     for index in range(BINS):
-        in_bin = bin_index == index
+        in_bin = bin_indices == index
         if in_bin.any():
-            means = {"predicted": float(predicted[in_bin].mean()), "observed": float(label[in_bin].mean())}
-            bins.append({**means, "count": int(in_bin.sum())})
-    return bins
+            means = {"predicted": float(predicted_probs[in_bin].mean()), "observed": float(labels[in_bin].mean())}
+            bin_stats.append({**means, "count": int(in_bin.sum())})
+    return bin_stats
 
 
 def expected_calibration_error(curve: Sequence[dict[str, float]]) -> float:
     """The ECE: |predicted − observed| of each bin, weighted by its share of the tokens."""
-    total = sum(row["count"] for row in curve)
-    return sum(abs(row["predicted"] - row["observed"]) * row["count"] for row in curve) / total
+    token_count = sum(point["count"] for point in curve)
+    return sum(abs(point["predicted"] - point["observed"]) * point["count"] for point in curve) / token_count
 
 
 def score_head(head: CalibrationHead, train: Batch, heldout: Batch) -> HeadScores:
     """Brier score, ECE and reliability curve on held-out tokens: of the head, a constant, and the draft's own q."""
-    label = heldout["label"]
-    predictions = {
+    labels = heldout["label"]
+    probs_by_name = {
         "head": predict_acceptance(head, heldout),
-        "constant": torch.full_like(label, float(train["label"].mean())),
+        "constant": torch.full_like(labels, float(train["label"].mean())),
         "confidence": heldout["confidence"],
     }
-    score_of = dict[str, PredictorScore]()
-    for name, predicted in predictions.items():
-        curve = reliability_curve(predicted, label)
-        score_of[name] = {
-            "brier": brier_score(predicted, label),
+    score_by_name = dict[str, PredictorScore]()
+    for name, predicted in probs_by_name.items():
+        curve = reliability_curve(predicted, labels)
+        score_by_name[name] = {
+            "brier": brier_score(predicted, labels),
             "ece": expected_calibration_error(curve),
             "reliability": curve,
         }
-    return {"tokens": len(label), "accepted": float(label.mean()), "predictors": score_of}
+    return {"tokens": len(labels), "accepted": float(labels.mean()), "predictors": score_by_name}
 
 
 def plot_reliability(scores: HeadScores) -> bytes:
@@ -192,14 +192,14 @@ def plot_reliability(scores: HeadScores) -> bytes:
     figure = Figure(figsize=(5, 5), layout="constrained")
     axes = figure.subplots()
     axes.plot([0, 1], [0, 1], color="black", linewidth=1, linestyle="--")
-    for index, (name, row) in enumerate(scores["predictors"].items()):
-        curve = row["reliability"]
+    for index, (name, score) in enumerate(scores["predictors"].items()):
+        curve = score["reliability"]
         x, y = [point["predicted"] for point in curve], [point["observed"] for point in curve]
-        label = f"{name}: Brier {row['brier']:.3f}, ECE {row['ece']:.3f}"
-        axes.plot(x, y, color=f"C{index}", label=label)
+        legend_text = f"{name}: Brier {score['brier']:.3f}, ECE {score['ece']:.3f}"
+        axes.plot(x, y, color=f"C{index}", label=legend_text)
         axes.scatter(x, y, s=[200 * p["count"] / scores["tokens"] + 8 for p in curve], color=f"C{index}")
     axes.set(xlabel="predicted", ylabel="accepted by the target", xlim=(0, 1), ylim=(0, 1))
     axes.legend()
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=120)
-    return image.getvalue()
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120)
+    return buffer.getvalue()

@@ -33,7 +33,7 @@ from outrider.inference.stopping.interface import Step, StopRule
 from outrider.train.core import run_dir
 from outrider.train.core.training import Batch
 
-EXAMPLES = 64  # drafted tokens in one row of `fit`
+ROW_TOKENS = 64  # drafted tokens in one row of `fit`
 
 
 class TextToContinue(NamedTuple):
@@ -79,7 +79,7 @@ class Recorder(StopRule):
     """
 
     def __init__(self, max_draft: int, untested: bool, ends: Collection[int]):
-        self.max_draft, self.untested, self.ends = max_draft, untested, ends
+        self.max_draft, self.keep_untested, self.ends = max_draft, untested, ends
         self._round: list[Batch] = []
         self._tokens: list[Tensor] = []
         self.examples: list[Batch] = []
@@ -93,26 +93,26 @@ class Recorder(StopRule):
 
     def observe(self, drafted: int, accepted: int) -> None:
         tokens = torch.cat(self._tokens).tolist() if self._tokens else []
-        count = drafted if self.untested else min(accepted + 1, drafted)
-        end = next((index for index, token in enumerate(tokens[:accepted]) if token in self.ends), count)
-        for index, example in enumerate(self._round[: min(count, end + 1)]):
+        record_count = drafted if self.keep_untested else min(accepted + 1, drafted)
+        end_index = next((index for index, token in enumerate(tokens[:accepted]) if token in self.ends), record_count)
+        for index, example in enumerate(self._round[: min(record_count, end_index + 1)]):
             self.examples.append({**example, "label": torch.tensor([float(index < accepted)])})
         self._round.clear()
         self._tokens.clear()
 
 
-def capture(drafting: Drafting, text: TextToContinue, untested: bool = False) -> Batch:
+def capture(drafting: Drafting, text: TextToContinue, keep_untested: bool = False) -> Batch:
     """Continue `text` greedily, drafting `max_draft` tokens a round, and keep every tested token; untested: others too.
 
     Returns target_hidden [n, d_T], draft_hidden [n, d_D] in the model's dtype, and position (from 1), confidence (q of
     the token) and label (1: it was the target's), each [n]; nothing where nothing was drafted.
     """
-    model = drafting.draft_model()
-    ends = drafting.ends
-    if model.predicted is not None:  # then the drafted tokens are indices
-        ends = [index for index, token in enumerate(model.predicted.tolist()) if token in ends]
-    recorder = Recorder(drafting.max_draft, untested, ends)
-    drafter = ModelDrafter(model, Chain(recorder))
+    draft_model = drafting.draft_model()
+    end_ids = drafting.ends
+    if draft_model.predicted is not None:  # then the drafted tokens are indices
+        end_ids = [index for index, token in enumerate(draft_model.predicted.tolist()) if token in end_ids]
+    recorder = Recorder(drafting.max_draft, keep_untested, end_ids)
+    drafter = ModelDrafter(draft_model, Chain(recorder))
     for _ in text.rounds(drafting.decode, drafter, drafting.new_tokens, drafting.ends):
         pass
     return join_batches([{name: value.cpu() for name, value in example.items()} for example in recorder.examples])
@@ -126,15 +126,15 @@ def capture_texts(
     When the time of `limit` is over, the remaining texts are left out. The captured ones are spread over all texts.
     Every process captures enough tokens for a row of `fit`, if its texts have them.
     """
-    captured, tokens = dict[int, Batch](), 0
+    batch_by_text, token_count = dict[int, Batch](), 0
     limit = replace(limit, started=limit.clock())
-    order = spread_order(len(texts))[state.process_index :: state.num_processes]
-    for index in track_progress(order, "continuing texts", "texts", most=limit.left(0.0)):
-        if tokens >= EXAMPLES and limit.is_over(limit.spent()):
+    text_indices = spread_order(len(texts))[state.process_index :: state.num_processes]
+    for index in track_progress(text_indices, "continuing texts", "texts", most=limit.left(0.0)):
+        if token_count >= ROW_TOKENS and limit.is_over(limit.spent()):
             break
-        captured[index] = capture(drafting, texts[index], untested)
-        tokens += len(captured[index].get("label", ()))
-    batches = {index: batch for share in gather_object([captured]) for index, batch in share.items()}
+        batch_by_text[index] = capture(drafting, texts[index], untested)
+        token_count += len(batch_by_text[index].get("label", ()))
+    batches = {index: batch for gathered in gather_object([batch_by_text]) for index, batch in gathered.items()}
     return join_batches([batches[index] for index in sorted(batches)])
 
 
@@ -148,7 +148,7 @@ def capture_splits(
     out_dir: Path,
     settings: Mapping[str, object],
     texts: Mapping[Split, Sequence[TextToContinue]],
-    load: Callable[[], Drafting],
+    load_drafting: Callable[[], Drafting],
     limit: TimeLimit,
     state: PartialState,
 ) -> dict[Split, Batch]:
@@ -165,14 +165,14 @@ def capture_splits(
         if run_dir.checkpoints(out_dir):
             raise UserError(f"out_dir={out_dir}: a run there has learned from other examples than these settings give, "
                             f"or {file} was removed; give another out_dir")  # fmt: skip
-        tensors, drafting, minutes = dict[str, Tensor](), load(), limit.minutes
+        tensors, drafting, minutes = dict[str, Tensor](), load_drafting(), limit.minutes
         for index, (split, split_texts) in enumerate(texts.items()):
             count = sum(map(len, [*texts.values()][index:]))
-            share = replace(limit, minutes=minutes and minutes * len(split_texts) / count, started=limit.clock())
-            captured = capture_texts(drafting, split_texts, share, state, untested=split == "heldout")
+            split_limit = replace(limit, minutes=minutes and minutes * len(split_texts) / count, started=limit.clock())
+            captured = capture_texts(drafting, split_texts, split_limit, state, untested=split == "heldout")
             if not captured:
                 raise UserError(f"data: the {split} split has no text in which a token is drafted; give others")
-            minutes = minutes and max(0.0, minutes - share.spent() / 60)
+            minutes = minutes and max(0.0, minutes - split_limit.spent() / 60)
             tensors |= {f"{split}.{name}": value for name, value in captured.items()}
         from_main(state, lambda: write_atomically(require_writable(file.parent) / file.name, save(tensors)))
     stored = load_file(file)
@@ -191,9 +191,9 @@ def recorded_text(row: Batch) -> TextToContinue | None:
     """The first prompt of a row (see `TopKRows`) and the answer to it; None if a token of the answer is less likely
     than the target's most likely one."""
     supervised = row["labels"] != IGNORE
-    first = int(supervised.nonzero()[0])
-    span = slice(first, first + int(supervised[first:].int().cumprod(0).sum()))
-    answer, logprobs = row["labels"][span], row["top_logprobs"][span]
-    likeliest = (row["top_ids"][span] == answer[:, None]) & (logprobs == logprobs[:, :1])
-    greedy = bool(likeliest.any(-1).all())
-    return TextToContinue(row["input_ids"][: first + 1].tolist(), answer.tolist()) if greedy else None
+    answer_start = int(supervised.nonzero()[0])
+    answer_span = slice(answer_start, answer_start + int(supervised[answer_start:].int().cumprod(0).sum()))
+    answer, logprobs = row["labels"][answer_span], row["top_logprobs"][answer_span]
+    is_likeliest = (row["top_ids"][answer_span] == answer[:, None]) & (logprobs == logprobs[:, :1])
+    is_greedy = bool(is_likeliest.any(-1).all())
+    return TextToContinue(row["input_ids"][: answer_start + 1].tolist(), answer.tolist()) if is_greedy else None

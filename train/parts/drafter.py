@@ -43,60 +43,60 @@ def require_vocabulary(size: int | None, target: PreTrainedConfig) -> None:
 
 
 def pick_tokens(
-    size: int | None, target: OpenTarget, rows: TrainRows, heldout: TrainRows, always: Collection[int] = ()
+    draft_size: int | None, target: OpenTarget, rows: TrainRows, heldout: TrainRows, required_ids: Collection[int] = ()
 ) -> Tensor | None:
-    """The draft vocabulary [size], with `always` in it; prints its coverage. None for all tokens."""
-    if size is None:
+    """The draft vocabulary [size], with `required_ids` in it; prints its coverage. None for all tokens."""
+    if draft_size is None:
         return None
-    vocabulary = target.config.vocab_size
+    vocab_size = target.config.vocab_size
     stride = -(-len(rows) // COUNTED_ROWS)
-    counts = count_tokens((rows[index] for index in range(0, len(rows), stride)), vocabulary)  # [vocabulary]
-    always = [*always, *(token for token in sorted(end_tokens(target)) if token < vocabulary)][:size]
-    tokens = choose_tokens(counts, size, always)  # [size]
-    heldout_counts = count_tokens((heldout[index] for index in range(len(heldout))), vocabulary)
-    shares = f"coverage_train={coverage(counts, tokens):.4f} coverage_heldout={coverage(heldout_counts, tokens):.4f}"
-    print(f"draft_vocabulary={size} of={vocabulary} {shares}", flush=True)
+    counts = count_tokens((rows[index] for index in range(0, len(rows), stride)), vocab_size)  # [vocab_size]
+    required_ids = [*required_ids, *(token for token in sorted(end_tokens(target)) if token < vocab_size)][:draft_size]
+    tokens = choose_tokens(counts, draft_size, required_ids)  # [draft_size]
+    heldout_counts = count_tokens((heldout[index] for index in range(len(heldout))), vocab_size)
+    figures = f"coverage_train={coverage(counts, tokens):.4f} coverage_heldout={coverage(heldout_counts, tokens):.4f}"
+    print(f"draft_vocabulary={draft_size} of={vocab_size} {figures}", flush=True)
     return tokens
 
 
-def frozen_dtype(name: str, device: torch.device) -> torch.dtype:
+def frozen_dtype(dtype_name: str, device: torch.device) -> torch.dtype:
     """The dtype of frozen layers, from the option of that name."""
-    return fast_dtype(device) if name == "fast" else getattr(torch, name)
+    return fast_dtype(device) if dtype_name == "fast" else getattr(torch, dtype_name)
 
 
-def require_context(model: PreTrainedConfig, seq_len: int, decode_tokens: int, whose: str = "target") -> None:
+def require_context(model_config: PreTrainedConfig, seq_len: int, decode_tokens: int, role: str = "target") -> None:
     """Raise `UserError` if rows or continuations are longer than the model's context. decode_tokens: 0 for none."""
-    limit = context_limit(model)
+    limit = context_limit(model_config)
     if seq_len > limit:
-        raise UserError(f"seq_len={seq_len}: the {whose}'s context is {limit} tokens")
+        raise UserError(f"seq_len={seq_len}: the {role}'s context is {limit} tokens")
     if decode_tokens >= limit:
-        raise UserError(f"decode_tokens={decode_tokens}: expected less than the {whose}'s context of {limit} tokens")
+        raise UserError(f"decode_tokens={decode_tokens}: expected less than the {role}'s context of {limit} tokens")
 
 
 def llama_config(
-    shape: DrafterConfig | ToyTargetConfig, vocabulary: int, positions: int, tokenizer: PreTrainedTokenizerBase
+    shape: DrafterConfig | ToyTargetConfig, vocab_size: int, max_positions: int, tokenizer: PreTrainedTokenizerBase
 ) -> LlamaConfig:
     """The config of a Llama of this shape. positions: the context that its config states."""
-    fields = {
-        "vocab_size": vocabulary,
+    config_fields = {
+        "vocab_size": vocab_size,
         "hidden_size": shape.hidden,
         "intermediate_size": shape.intermediate,
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.kv_heads or shape.heads,
-        "max_position_embeddings": positions,
+        "max_position_embeddings": max_positions,
         "tie_word_embeddings": shape.tied,
     }
-    return LlamaConfig.from_dict({**fields, **special_tokens(tokenizer)})
+    return LlamaConfig.from_dict({**config_fields, **special_tokens(tokenizer)})
 
 
 def write_records(
     config: DrafterTraining,
-    use: str,
+    usage: str,
     card_facts: Mapping[str, object],
     result: FitResult,
     metrics: Collection[str],
-    record: tuple[str, Mapping[str, object]] | None = None,
+    record_parts: tuple[str, Mapping[str, object]] | None = None,
     shape: str = "",
 ) -> None:
     """Write the card of a finished drafter, then the record of its training, and print that the drafter is saved.
@@ -106,23 +106,23 @@ def write_records(
     out_dir, and the settings that it contains besides the results. shape: the drafter's, for the printed line.
     """
     out_dir = Path(config.out_dir)
-    write_card(out_dir, use, config.target or "MODEL", {**card_facts, **_training_facts(config, result, metrics)})
-    if record is not None:
-        file, settings = record
-        report: dict[str, object] = {"target": config.target, "step": result.step, "metrics": result.metrics}
-        report |= {"steps": result.steps, "training_seconds": result.seconds}
-        report |= {"last_metrics": result.last_metrics, "settings": settings}
-        write_json(out_dir / file, {**report, "fit": asdict(config.fit), "made_with": provenance()})
+    write_card(out_dir, usage, config.target or "MODEL", {**card_facts, **_training_facts(config, result, metrics)})
+    if record_parts is not None:
+        file_name, settings = record_parts
+        record_content: dict[str, object] = {"target": config.target, "step": result.step, "metrics": result.metrics}
+        record_content |= {"steps": result.steps, "training_seconds": result.seconds}
+        record_content |= {"last_metrics": result.last_metrics, "settings": settings}
+        write_json(out_dir / file_name, {**record_content, "fit": asdict(config.fit), "made_with": provenance()})
     figures = [f"{name}={result.metrics[name]:.4f}" for name in metrics]
     say(" ".join(filter(None, [f"saved drafter={out_dir}", shape, f"step={result.step}", *figures])))
 
 
-def _training_facts(config: DrafterTraining, result: FitResult, metrics: Collection[str]) -> dict[str, object]:
+def _training_facts(config: DrafterTraining, result: FitResult, metric_names: Collection[str]) -> dict[str, object]:
     """The rows of a card about the training: data, steps, metrics, and the arguments of the chat template."""
     facts: dict[str, object] = {"data": config.data.source, "steps": result.steps}
-    if "tau" in metrics:
+    if "tau" in metric_names:
         facts["chosen step"] = result.step
-    facts |= {name: round(result.metrics[name], 3) for name in metrics}
+    facts |= {name: round(result.metrics[name], 3) for name in metric_names}
     arguments = [part.chat_template_kwargs for _, _, part in config.data.parts()] or [config.data.chat_template_kwargs]
     return facts | ({KWARGS: arguments} if any(arguments) else {})
 
@@ -131,7 +131,7 @@ def export_model(
     lm: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     out_dir: Path,
-    convert: Callable[[Path], Path] = lambda staged: staged,
+    convert: Callable[[Path], Path] = lambda staging_dir: staging_dir,
 ) -> None:
     """Write `lm` and `tokenizer` to `out_dir` as a Hugging Face directory.
 
@@ -139,15 +139,15 @@ def export_model(
     directory does not load. convert: from that folder to a folder in it, whose files are moved instead. Raises
     `UserError`.
     """
-    staged = out_dir / run_dir.STAGING
-    shutil.rmtree(staged, ignore_errors=True)
+    staging_dir = out_dir / run_dir.STAGING
+    shutil.rmtree(staging_dir, ignore_errors=True)
     try:
-        save_parts(staged, lm, tokenizer, remedy=_REMEDY)
+        save_parts(staging_dir, lm, tokenizer, remedy=_REMEDY)
         if (draft_vocabulary := draft_vocabulary_of(lm)) is not None:
-            save_tokens(staged, draft_vocabulary)
-        for file in sorted(convert(staged).iterdir(), key=lambda file: file.name == "config.json"):
+            save_tokens(staging_dir, draft_vocabulary)
+        for file in sorted(convert(staging_dir).iterdir(), key=lambda file: file.name == "config.json"):
             os.replace(file, out_dir / file.name)
     except OSError as error:
         raise UserError(f"out_dir={out_dir}: cannot be written ({error}); {_REMEDY}") from None
     finally:
-        shutil.rmtree(staged, ignore_errors=True)
+        shutil.rmtree(staging_dir, ignore_errors=True)

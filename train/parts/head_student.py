@@ -18,7 +18,7 @@ from outrider.draft_models.losses import IGNORE, PLAIN, head_product, linear_cro
 from outrider.draft_models.targets.model_spec import LogitRule
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.train.core.training import Batch, Metrics, Student
-from outrider.train.parts.position_weights import Product, Slots, cat_weights, dpace_weights, probabilities_of
+from outrider.train.parts.position_weights import Factors, Slots, cat_weights, dpace_weights, probabilities_of
 from outrider.train.parts.steps import Predictions, acceptance_of_drafts, loss_mask_per_step
 from outrider.train.settings.drafters import HeadConfig
 
@@ -45,9 +45,9 @@ class HeadStudent(Student, ABC):
         self.objective, self.steps, self.seed = config.objective, steps, config.fit.seed
         self.position_weights, self.recomputes = config.position_weights, False
         decay = config.step_decay if self.position_weights == "decay" else 1.0
-        weights = torch.tensor([decay**step for step in range(self.steps)], device=stack.device)  # [steps]
-        shares = torch.tensor(step_shares, device=stack.device)  # [steps]
-        self.register_buffer("step_weights", weights / weights.sum() / shares, persistent=False)
+        decay_weights = torch.tensor([decay**step for step in range(self.steps)], device=stack.device)  # [steps]
+        position_shares = torch.tensor(step_shares, device=stack.device)  # [steps]
+        self.register_buffer("step_weights", decay_weights / decay_weights.sum() / position_shares, persistent=False)
         if head.embed_tokens is not None:
             head.embed_tokens.requires_grad_(False)
 
@@ -66,7 +66,7 @@ class HeadStudent(Student, ABC):
 
     @abstractmethod
     def unroll(
-        self, input_ids: Tensor, positions: Tensor, documents: Tensor, aux: Tensor, loss_mask: Tensor
+        self, input_ids: Tensor, positions: Tensor, documents: Tensor, aux_states: Tensor, loss_mask: Tensor
     ) -> Predictions:
         """The head's predictions where `loss_mask`, bool [B, T, steps], of packed rows [B, T].
 
@@ -74,7 +74,7 @@ class HeadStudent(Student, ABC):
         """
 
     @abstractmethod
-    def product(self, predictions: Predictions, input_ids: Tensor) -> Product:
+    def product(self, predictions: Predictions, input_ids: Tensor) -> Factors:
         """States [n, d] and the matrix [V', d] whose product is the logits of the predictions."""
 
     @property
@@ -91,33 +91,33 @@ class HeadStudent(Student, ABC):
         """
         if states is None:
             states = self.target_states(input_ids, positions, documents)  # [B, T, k + 1, H_t]
-        aux, final = states.to(self.stack.dtype).split([states.shape[2] - 1, 1], 2)
-        tokens = self.head.draft_tokens if self.objective == "cross_entropy" else None
-        draft_labels = draft_indices(labels, tokens, self.head.vocabulary)
+        aux_states, final_states = states.to(self.stack.dtype).split([states.shape[2] - 1, 1], 2)
+        draft_tokens = self.head.draft_tokens if self.objective == "cross_entropy" else None
+        draft_labels = draft_indices(labels, draft_tokens, self.head.vocabulary)
         loss_mask = self.draw(loss_mask_per_step(draft_labels, documents, self.steps), input_ids)  # [B, T, steps]
-        predictions = self.unroll(input_ids, positions, documents, aux.flatten(2), loss_mask)
-        product = self.product(predictions, input_ids)
-        loss_weights = self.weigh(product, predictions, final[:, :, 0], labels)  # [n]
-        return {"loss_sum": self.loss(product, predictions, final[:, :, 0], labels, loss_weights)}
+        predictions = self.unroll(input_ids, positions, documents, aux_states.flatten(2), loss_mask)
+        logit_factors = self.product(predictions, input_ids)
+        loss_weights = self.weigh(logit_factors, predictions, final_states[:, :, 0], labels)  # [n]
+        return {"loss_sum": self.loss(logit_factors, predictions, final_states[:, :, 0], labels, loss_weights)}
 
-    def weigh(self, product: Product, predictions: Predictions, target: Tensor, labels: Tensor) -> Tensor:
+    def weigh(self, logit_factors: Factors, predictions: Predictions, target_states: Tensor, labels: Tensor) -> Tensor:
         """The weights [n] of the predictions. target, labels: see `loss`."""
-        steps, loss_weights = predictions.steps, self.step_weights[predictions.steps]  # [n] each
+        step_numbers, loss_weights = predictions.steps, self.step_weights[predictions.steps]  # [n] each
         if self.position_weights == "decay" or self.position_weights == "none":
             return loss_weights
-        slots = Slots(self.position_weights, predictions.labels - steps, steps, self.steps, labels.shape)
+        slots = Slots(self.position_weights, predictions.labels - step_numbers, step_numbers, self.steps, labels.shape)
         if slots.kind == "cat":
-            target_product = head_product(self.stack.head, target)
-            return loss_weights * cat_weights(slots, probabilities_of(labels, target_product, self.stack.spec.logits))
-        q = probabilities_of(self.classes(predictions, labels), product, self.rule)  # [n]
-        return loss_weights * dpace_weights(slots, q, torch.ones_like(steps, dtype=torch.bool))
+            target_factors = head_product(self.stack.head, target_states)
+            return loss_weights * cat_weights(slots, probabilities_of(labels, target_factors, self.stack.spec.logits))
+        label_probs = probabilities_of(self.classes(predictions, labels), logit_factors, self.rule)  # [n]
+        return loss_weights * dpace_weights(slots, label_probs, torch.ones_like(step_numbers, dtype=torch.bool))
 
     def classes(self, predictions: Predictions, labels: Tensor) -> Tensor:
         """The labels [n] of the predictions as indices into the draft vocabulary, `IGNORE` outside it."""
         return draft_indices(labels.flatten()[predictions.labels], self.head.draft_tokens, self.head.vocabulary)
 
     def loss(
-        self, product: Product, predictions: Predictions, target: Tensor, labels: Tensor, loss_weights: Tensor | None
+        self, product: Factors, predictions: Predictions, target: Tensor, labels: Tensor, loss_weights: Tensor | None
     ) -> Tensor:
         """The loss summed over n predictions, weighted by `loss_weights` [n].
 
@@ -126,11 +126,11 @@ class HeadStudent(Student, ABC):
         if self.objective == "cross_entropy":
             classes = self.classes(predictions, labels)
             return linear_cross_entropy(*product, classes, rule=self.rule, shares=loss_weights)
-        positions, owners = predictions.labels.unique_consecutive(return_inverse=True)
-        products = (*product, *head_product(self.stack.head, target.flatten(0, 1)[positions]))
+        label_indices, inverse = predictions.labels.unique_consecutive(return_inverse=True)
+        all_factors = (*product, *head_product(self.stack.head, target.flatten(0, 1)[label_indices]))
         return linear_divergence(
-            *products, None, self.objective, rule=self.rule, target_rule=self.stack.spec.logits,
-            tokens=self.head.draft_tokens, owners=owners, shares=loss_weights,
+            *all_factors, None, self.objective, rule=self.rule, target_rule=self.stack.spec.logits,
+            tokens=self.head.draft_tokens, owners=inverse, shares=loss_weights,
         )  # fmt: skip
 
     @torch.no_grad()
@@ -141,8 +141,8 @@ class HeadStudent(Student, ABC):
             stack.reserve(positions.shape[1])
             hidden, rotary = stack.embed(input_ids, positions), stack.rotary(positions)
             masks = stack.packed_masks(documents)
-            hidden, aux = stack.run_with_aux(hidden, 0, len(stack.layers), rotary, masks, self.head.reading.taps)
-            return torch.stack([*aux, stack.norm(hidden)], 2)
+            hidden, aux_states = stack.run_with_aux(hidden, 0, len(stack.layers), rotary, masks, self.head.reading.taps)
+            return torch.stack([*aux_states, stack.norm(hidden)], 2)
 
     def states_of(self, batch: Batch) -> Tensor:
         """`target_states` of a batch on any device."""
@@ -150,27 +150,27 @@ class HeadStudent(Student, ABC):
         return self.target_states(*inputs)
 
 
-def score_steps(student: HeadStudent, batches: Sequence[Batch], steps: int) -> Metrics:
+def score_steps(student: HeadStudent, batches: Sequence[Batch], step_count: int) -> Metrics:
     """The metrics of `student` on `batches` of rows.
 
     loss_<i>, agree_<i>: for the i-th token of a draft, the loss and the share of positions where the head's most likely
     token is the target's. tau_analytic: the expected τ of sampling (see `expected_tau`).
     """
-    scores = [
-        score_batch(student, batch, steps) for batch in track_progress(batches, "judging held-out text", "batches")
+    batch_scores = [
+        score_batch(student, batch, step_count) for batch in track_progress(batches, "judging held-out text", "batches")
     ]
     metrics = Metrics()
-    sums = torch.stack([of_batch for of_batch, _ in scores]).sum(0).tolist()
-    for i, (count, learned, loss, right) in enumerate(sums, 1):
+    sums_by_step = torch.stack([batch_sums for batch_sums, _ in batch_scores]).sum(0).tolist()
+    for i, (count, loss_count, loss_sum, agreed) in enumerate(sums_by_step, 1):
         if count:
-            metrics |= {f"agree_{i}": right / count} | ({f"loss_{i}": loss / learned} if learned else {})
-    rounds = torch.cat([tau_of_rounds(acceptance_of_drafts(accepted)) for _, accepted in scores])
-    return metrics | ({"tau_analytic": rounds.double().mean().item()} if len(rounds) else {})
+            metrics |= {f"agree_{i}": agreed / count} | ({f"loss_{i}": loss_sum / loss_count} if loss_count else {})
+    taus = torch.cat([tau_of_rounds(acceptance_of_drafts(accept_probs)) for _, accept_probs in batch_scores])
+    return metrics | ({"tau_analytic": taus.double().mean().item()} if len(taus) else {})
 
 
 @torch.no_grad()
-def score_batch(student: HeadStudent, batch: Batch, steps: int) -> tuple[Tensor, Tensor]:
-    """The head's results on a batch of rows in each of `steps` steps.
+def score_batch(student: HeadStudent, batch: Batch, step_count: int) -> tuple[Tensor, Tensor]:
+    """The head's results on a batch of rows in each of `step_count` steps.
 
     Returns float64 [steps, 4]: the number of predictions, of those with a loss, their loss, and how many have the
     target's most likely token as theirs; and the acceptance probability, by the position of the label, [B, T, steps],
@@ -179,25 +179,25 @@ def score_batch(student: HeadStudent, batch: Batch, steps: int) -> tuple[Tensor,
     stack, head = student.stack, student.head
     input_ids, labels, positions, documents = (batch[name].to(stack.device) for name in BATCH)
     target_states = student.target_states(input_ids, positions, documents)
-    loss_mask = loss_mask_per_step(labels, documents, steps)
+    loss_mask = loss_mask_per_step(labels, documents, step_count)
     predictions = student.unroll(input_ids, positions, documents, target_states[:, :, :-1].flatten(2), loss_mask)
-    flat, owners = predictions.labels.unique_consecutive(return_inverse=True)
-    target, logits = target_states[:, :, -1].flatten(0, 1)[flat], stack.logits_after_norm
+    label_indices, inverse = predictions.labels.unique_consecutive(return_inverse=True)
+    target_rows, logits_of = target_states[:, :, -1].flatten(0, 1)[label_indices], stack.logits_after_norm
     states, matrix = student.product(predictions, input_ids)
     matrix = matrix.to(states.dtype)  # the target's, perhaps
-    choices, accepted = argmax_and_acceptance(
-        lambda rows: head.spread(student.rule(rows @ matrix.T)), states, acceptance_by_target(logits, target[owners])
+    choices, accept_probs = argmax_and_acceptance(
+        lambda x: head.spread(student.rule(x @ matrix.T)), states, acceptance_by_target(logits_of, target_rows[inverse])
     )
-    assert accepted is not None
-    by_label = accepted.new_full((labels.numel(), steps), torch.nan)
-    by_label[predictions.labels, predictions.steps] = accepted
-    right, sums = choices == argmax_and_acceptance(logits, target, None)[0][owners], list[Tensor]()
-    for step in range(steps):
+    assert accept_probs is not None
+    probs_by_label = accept_probs.new_full((labels.numel(), step_count), torch.nan)
+    probs_by_label[predictions.labels, predictions.steps] = accept_probs
+    agrees, step_sums = choices == argmax_and_acceptance(logits_of, target_rows, None)[0][inverse], list[Tensor]()
+    for step in range(step_count):
         in_step = predictions.steps == step
-        part = Predictions(*(values[in_step] for values in predictions))
-        loss = student.loss((states[in_step], matrix), part, target_states[:, :, -1], labels, None)
+        step_predictions = Predictions(*(values[in_step] for values in predictions))
+        loss = student.loss((states[in_step], matrix), step_predictions, target_states[:, :, -1], labels, None)
         has_loss = in_step[in_step]
         if student.objective == "cross_entropy":  # the other labels are outside the draft vocabulary
-            has_loss = student.classes(part, labels) != IGNORE
-        sums.append(torch.stack([in_step.sum(), has_loss.sum(), loss.double(), (right & in_step).sum()]))
-    return torch.stack(sums).cpu(), by_label.unflatten(0, labels.shape)
+            has_loss = student.classes(step_predictions, labels) != IGNORE
+        step_sums.append(torch.stack([in_step.sum(), has_loss.sum(), loss.double(), (agrees & in_step).sum()]))
+    return torch.stack(step_sums).cpu(), probs_by_label.unflatten(0, labels.shape)

@@ -57,9 +57,9 @@ class HeadKind(NamedTuple):
     save: Callable[..., str]
 
 
-def warn_of_other_trainer(config: HeadConfig, stored: Stored, kind: str) -> None:
+def warn_of_other_trainer(config: HeadConfig, stored_drafter: Stored, kind: str) -> None:
     """Warn that the drafter to continue from, of `kind`, was written by another trainer, if it was."""
-    if not stored.made_here:
+    if not stored_drafter.made_here:
         warn(f"start={config.start}: another trainer's drafter, read as its files say; examine it first "
              f"(evaluate-checkpoint {kind}=… doctor=true): a misread drafter learns to be one")  # fmt: skip
 
@@ -69,28 +69,28 @@ def train_head(
 ) -> None:
     """Train the head of `reading`, new or `stored`. The drafter in `config.out_dir` has the weights with the highest τ
     of all evaluations, not the last ones."""
-    memory = partial(plan_memory, config, reading, target.config, kind)
+    make_plan = partial(plan_memory, config, reading, target.config, kind)
     if config.plan:
-        print(memory(), flush=True)
+        print(make_plan(), flush=True)
         return
-    with training_run(config, memory) as run:
+    with training_run(config, make_plan) as run:
         rows = load_rows(config.data, target.tokenizer, config.seq_len, "train")
         heldout = load_rows(config.data, target.tokenizer, config.seq_len, "heldout", max_rows=config.eval_rows)
-        tokens = run.from_main(lambda: pick_tokens(config.draft_vocabulary, target, rows, heldout))
+        draft_tokens = run.from_main(lambda: pick_tokens(config.draft_vocabulary, target, rows, heldout))
         fingerprint = run.from_main(lambda: target.fingerprint)
-        origin = {"target": asdict(fingerprint), "data_key": rows.key, "taps": list(reading.taps)}
+        input_identity = {"target": asdict(fingerprint), "data_key": rows.key, "taps": list(reading.taps)}
 
-        build = partial(build_student, config, target, stored, reading, kind, tokens, run.device)
+        build = partial(build_student, config, target, stored, reading, kind, draft_tokens, run.device)
         row_shape = (config.seq_len, len(reading.taps) + 1, reading.target_hidden)
-        student, rows_to_fit = add_states(config, rows, row_shape, origin, build, run)
+        student, rows_to_fit = add_states(config, rows, row_shape, input_identity, build, run)
         trained, frozen = student.count_parameters()
-        facts = " ".join(f"{name}={value}" for name, value in kind.facts.items())
-        say(f"{kind.command} start={config.start or 'new'} taps={','.join(map(str, reading.taps))} {facts} "
+        facts_text = " ".join(f"{name}={value}" for name, value in kind.facts.items())
+        say(f"{kind.command} start={config.start or 'new'} taps={','.join(map(str, reading.taps))} {facts_text} "
             f"draft_vocabulary={reading.draft_vocabulary} trained_parameters={trained} frozen_parameters={frozen} "
             f"processes={run.state.num_processes} objective={config.objective}")  # fmt: skip
 
-        start = None if stored is None else run.from_main(lambda: model_identity(stored.files))
-        identity = {**config.decisions(), **origin, "start_model": start}
+        start_identity = None if stored is None else run.from_main(lambda: model_identity(stored.files))
+        identity = {**config.decisions(), **input_identity, "start_model": start_identity}
         # The evaluation is made before the fit: DeepSpeed shards every module that is constructed after its start.
         evaluate = make_evaluation(config, target, heldout, student, kind) if run.is_main else None
         result = run.fit(
@@ -99,32 +99,32 @@ def train_head(
         )  # fmt: skip
         if result is None:
             return
-        use = kind.save(student.head)
+        usage = kind.save(student.head)
         if config.features in (None, "auto"):  # begun with auto, perhaps
             shutil.rmtree(Path(config.out_dir) / FEATURES, ignore_errors=True)
         facts_by_name = {name.replace("_", " "): value for name, value in kind.facts.items()}
         fields = {"taps": list(reading.taps), "objective": config.objective, **facts_by_name}
         fields["tokens"] = f"{reading.draft_vocabulary} of the target's {reading.vocabulary}"
-        write_records(config, use, fields | {"seq_len": config.seq_len}, result, ("tau",), (kind.record, identity))
+        write_records(config, usage, fields | {"seq_len": config.seq_len}, result, ("tau",), (kind.record, identity))
 
 
 def build_student(
     config: HeadConfig,
     target: OpenTarget,
-    stored: Stored | None,
-    reading: HeadSizes,
+    stored_drafter: Stored | None,
+    head_reading: HeadSizes,
     kind: HeadKind,
-    tokens: Tensor | None,
+    draft_ids: Tensor | None,
     device: torch.device,
 ) -> HeadStudent:
     """The head on the whole target, both on `device`. tokens: the draft vocabulary of a new head."""
     dtype = frozen_dtype(config.frozen_dtype, device)
     stack = target.stack(dtype=dtype, device=device, coded=device.type == "cpu")
     multiply_by_codes(stack)  # several times as fast as decoding them, and what the head sees when it is served
-    if stored is not None:
-        return kind.student(stack, stored.load(torch.float32, device))
+    if stored_drafter is not None:
+        return kind.student(stack, stored_drafter.load(torch.float32, device))
     seed = Streams(config.fit.seed).number("weights", bits=63)
-    return kind.student(stack, kind.new(reading, stack, None if tokens is None else tokens.to(device), seed))
+    return kind.student(stack, kind.new(head_reading, stack, None if draft_ids is None else draft_ids.to(device), seed))
 
 
 def make_evaluation(
@@ -142,10 +142,10 @@ def make_evaluation(
     return evaluate
 
 
-def plan_memory(config: HeadConfig, reading: HeadSizes, target: PreTrainedConfig, kind: HeadKind) -> Plan:
+def plan_memory(config: HeadConfig, reading: HeadSizes, target_config: PreTrainedConfig, kind: HeadKind) -> Plan:
     """The memory of training a head with this reading and the whole target of this config."""
-    stack = layer_stack(empty_target(config, target)[0])
+    stack = layer_stack(empty_target(config, target_config)[0])
     student = kind.student(stack, kind.module(reading, all_tokens=reading.draft_vocabulary == reading.vocabulary))
-    parameters = dict(zip(("trained_parameters", "frozen_parameters"), student.count_parameters(), strict=True))
-    facts = {"taps": ",".join(map(str, reading.taps)), **kind.facts, **parameters}
-    return Plan(fit_memory(config, student, len(reading.taps) * reading.target_hidden, reading.vocabulary), facts)
+    parameter_counts = dict(zip(("trained_parameters", "frozen_parameters"), student.count_parameters(), strict=True))
+    plan_facts = {"taps": ",".join(map(str, reading.taps)), **kind.facts, **parameter_counts}
+    return Plan(fit_memory(config, student, len(reading.taps) * reading.target_hidden, reading.vocabulary), plan_facts)

@@ -53,20 +53,20 @@ class Decoding:
     def of(cls, target: OpenTarget, rows: TrainRows, prompts: int, new_tokens: int, *drafter: PreTrainedConfig) -> Self:
         """Prompts from the beginnings of some of the rows, evenly spread, short enough that the new tokens fit the
         contexts of the target, and of a `drafter` with its own."""
-        longest = min(map(context_limit, (target.config, *drafter))) - new_tokens
+        max_prompt_len = min(map(context_limit, (target.config, *drafter))) - new_tokens
         if len(rows) < prompts:
             say(f"decode_prompts={prompts}: {len(rows)} held-out rows are decoded, there are no more")
         chosen_rows = [rows[index] for index in spread_evenly([*range(len(rows))], prompts)]
-        texts = [TextToContinue(heldout_prompt(row)[-longest:]) for row in chosen_rows]
+        texts = [TextToContinue(heldout_prompt(row)[-max_prompt_len:]) for row in chosen_rows]
         return cls(texts, new_tokens, end_tokens(target))
 
     def answer(self, stack: LayerStack) -> Self:
         """The same with the target's greedy answers, which `measure` can replay."""
-        texts = []
+        answered_texts = []
         for text in track_progress(self.texts, "answering held-out prompts", "prompts"):
             rounds = autoregressive(stack, text.prompt, max_new_tokens=self.new_tokens, eos=self.eos)
-            texts.append(text._replace(answer=[*collect(rounds).tokens]))
-        return replace(self, texts=texts)
+            answered_texts.append(text._replace(answer=[*collect(rounds).tokens]))
+        return replace(self, texts=answered_texts)
 
     def __call__(self, stack: LayerStack, model: DraftModel, drafters: Drafters = MappingProxyType({})) -> Metrics:
         """Decode with the target `stack` and drafts by `model` (see `measure`).
@@ -87,8 +87,8 @@ class Decoding:
         for text in track_progress(self.texts, "decoding held-out prompts", "prompts"):
             drafter = ModelDrafter(model, Chain(FixedLength(WATCHED_DRAFT)))
             generations.append(collect(text.rounds(decode, drafter, self.new_tokens, self.eos)))
-        positions = {f"accept_{row.position}": row.accepted for row in acceptance_by_position(generations)}
-        return {"tau": decode_statistics(generations).tau, **positions}
+        accept_metrics = {f"accept_{row.position}": row.accepted for row in acceptance_by_position(generations)}
+        return {"tau": decode_statistics(generations).tau, **accept_metrics}
 
 
 class HeldOutText:
@@ -102,22 +102,22 @@ class HeldOutText:
         self.batches = batches_of(rows, size)
         self.choices, self.acceptances = list[Tensor](), list[acceptance.AcceptanceOf | None]()
         for batch in track_progress(self.batches, "reading held-out text", "batches"):
-            accept = None
+            acceptance_of = None
             if target is not None:
-                hidden, keep = supervised_hidden(target, batch), batch["labels"].to(target.device) != IGNORE
+                hidden, supervised = supervised_hidden(target, batch), batch["labels"].to(target.device) != IGNORE
                 likeliest, _ = acceptance.argmax_and_acceptance(target.logits_after_norm, hidden, None)  # [n]
-                self.choices.append(acceptance.scatter_positions(likeliest, keep, IGNORE))
-                accept = (
+                self.choices.append(acceptance.scatter_positions(likeliest, supervised, IGNORE))
+                acceptance_of = (
                     acceptance.acceptance_by_target(target.logits_after_norm, hidden.cpu()) if acceptances else None
                 )
-            self.acceptances.append(accept)
+            self.acceptances.append(acceptance_of)
 
     @torch.no_grad()
     def judge(
         self,
-        logits: acceptance.Logits,
+        logits_of: acceptance.Logits,
         states_of: Callable[[Batch], tuple[Tensor, Tensor | None]],
-        target_logits: acceptance.Logits | None = None,
+        target_logits_of: acceptance.Logits | None = None,
     ) -> Metrics:
         """The metrics of a drafter on the text.
 
@@ -129,25 +129,25 @@ class HeldOutText:
         states_of: from a batch to the drafter's states [n, d] at its supervised positions and the target's states
         there, or None. logits, target_logits: from such states to logits.
         """
-        guesses, accepted = list[Tensor](), list[Tensor]()  # [B, T] of each batch
+        guesses, accept_probs = list[Tensor](), list[Tensor]()  # [B, T] of each batch
         pairs = list(zip(self.batches, self.acceptances, strict=True))
-        for batch, accept in track_progress(pairs, "judging held-out text", "batches"):
+        for batch, acceptance_of in track_progress(pairs, "judging held-out text", "batches"):
             states, target_states = states_of(batch)
             keep = batch["labels"].to(states.device) != IGNORE
-            if accept is None and target_states is not None:
-                assert target_logits is not None
-                accept = acceptance.acceptance_by_target(target_logits, target_states)
-            elif accept is None and "tail" in batch:
-                accept = acceptance.acceptance_by_top_k(*(batch[name].to(states.device)[keep] for name in TOP_K))
-            choices, probabilities = acceptance.argmax_and_acceptance(logits, states, accept)
+            if acceptance_of is None and target_states is not None:
+                assert target_logits_of is not None
+                acceptance_of = acceptance.acceptance_by_target(target_logits_of, target_states)
+            elif acceptance_of is None and "tail" in batch:
+                acceptance_of = acceptance.acceptance_by_top_k(*(batch[name].to(states.device)[keep] for name in TOP_K))
+            choices, batch_probs = acceptance.argmax_and_acceptance(logits_of, states, acceptance_of)
             guesses.append(acceptance.scatter_positions(choices, keep, IGNORE))
-            accepted += [] if probabilities is None else [acceptance.scatter_positions(probabilities, keep, torch.nan)]
+            accept_probs += [] if batch_probs is None else [acceptance.scatter_positions(batch_probs, keep, torch.nan)]
         labels = [batch["labels"].to(guess.device) for batch, guess in zip(self.batches, guesses, strict=True)]
         pairs_of_ids = zip(guesses, labels, strict=True)
-        right = [(guess == ids).float().where(ids != IGNORE, torch.nan) for guess, ids in pairs_of_ids]
+        matches = [(guess == ids).float().where(ids != IGNORE, torch.nan) for guess, ids in pairs_of_ids]
         metrics = {"top1": agreement(guesses, labels)}
-        for name, shares in (("tau_text", right), ("tau_analytic", accepted)):
-            if shares and (tau := expected_tau(shares, self.batches)) is not None:
+        for name, accept_rates in (("tau_text", matches), ("tau_analytic", accept_probs)):
+            if accept_rates and (tau := expected_tau(accept_rates, self.batches)) is not None:
                 metrics[name] = tau
         return metrics | ({"top1_target": agreement(guesses, self.choices)} if self.choices else {})
 
@@ -161,19 +161,19 @@ def load_to_decode(target: OpenTarget, dtype: torch.dtype, device: torch.device)
 
 def batches_of(rows: TrainRows, size: int) -> list[Batch]:
     """All `rows` in batches of `size`; the last batch may be smaller."""
-    numbers = range(len(rows))
-    return [default_collate([rows[i] for i in numbers[start : start + size]]) for start in numbers[::size]]
+    row_indices = range(len(rows))
+    return [default_collate([rows[i] for i in row_indices[start : start + size]]) for start in row_indices[::size]]
 
 
-def heldout_prompt(row: Batch, length: int = 128) -> list[int]:
-    """The start of a held-out row as a prompt: up to its first answer, or `length` tokens of plain text.
+def heldout_prompt(row: Batch, plain_prompt_len: int = 128) -> list[int]:
+    """The start of a held-out row as a prompt: up to its first answer, or `plain_prompt_len` tokens of plain text.
 
     All tokens of a plain text but its first are supervised.
     """
-    first = int((row["labels"] != IGNORE).nonzero()[0]) + 1
-    document = int((row["documents"] == row["documents"][0]).sum())
-    end = first if first > 1 else max(1, min(length, document // 2))
-    return row["input_ids"][:end].tolist()
+    answer_start = int((row["labels"] != IGNORE).nonzero()[0]) + 1
+    document_length = int((row["documents"] == row["documents"][0]).sum())
+    prompt_end = answer_start if answer_start > 1 else max(1, min(plain_prompt_len, document_length // 2))
+    return row["input_ids"][:prompt_end].tolist()
 
 
 def packed_hidden(
@@ -196,18 +196,18 @@ def supervised_hidden(stack: LayerStack, batch: Batch) -> Tensor:
     return packed_hidden(stack, moved["input_ids"], moved["positions"], moved["documents"])[moved["labels"] != IGNORE]
 
 
-def agreement(guesses: Sequence[Tensor], tokens: Sequence[Tensor]) -> float:
+def agreement(guesses: Sequence[Tensor], label_batches: Sequence[Tensor]) -> float:
     """The share of positions [B, T] with a token to guess (not IGNORE) at which the guess equals it."""
-    pairs = [(guess, labels.to(guess.device)) for guess, labels in zip(guesses, tokens, strict=True)]
-    right = sum(int(((guess == labels) & (labels != IGNORE)).sum()) for guess, labels in pairs)
-    return right / sum(int((labels != IGNORE).sum()) for _, labels in pairs)
+    pairs = [(guess, labels.to(guess.device)) for guess, labels in zip(guesses, label_batches, strict=True)]
+    right_count = sum(int(((guess == labels) & (labels != IGNORE)).sum()) for guess, labels in pairs)
+    return right_count / sum(int((labels != IGNORE).sum()) for _, labels in pairs)
 
 
-def expected_tau(accepted: Sequence[Tensor], batches: Sequence[Batch]) -> float | None:
+def expected_tau(accept_probs: Sequence[Tensor], batches: Sequence[Batch]) -> float | None:
     """The mean over the rows in `batches` of `analytic_tau`, for drafts of `WATCHED_DRAFT` tokens.
 
     accepted: [B, T] for each batch. None if there are not that many consecutive known positions anywhere.
     """
-    pairs = zip(accepted, [batch["documents"] for batch in batches], strict=True)
-    taus = torch.cat([acceptance.analytic_tau(alpha, owner.to(alpha.device), WATCHED_DRAFT) for alpha, owner in pairs])
+    pairs = zip(accept_probs, [batch["documents"] for batch in batches], strict=True)
+    taus = torch.cat([acceptance.analytic_tau(alpha, docs.to(alpha.device), WATCHED_DRAFT) for alpha, docs in pairs])
     return taus.double().mean().item() if len(taus) else None

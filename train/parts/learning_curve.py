@@ -20,7 +20,7 @@ from outrider.base.streams import Streams
 GAIN_RATIOS = np.linspace(0.4, 1.3, 61)  # ρ; above 1 for few answers (benchmarks/results/forecasts.md)
 DRAWS = 4000
 COVERED = 0.9  # of an interval
-UNMODELLED = 0.03  # standard deviation of τ between trainings that differ only by chance (their seeds)
+SEED_STD = 0.03  # standard deviation of τ between trainings that differ only by chance (their seeds)
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class TrainedSize:
     @property
     def error(self) -> float:
         """The standard error of τ. The tokens of a pass are about geometric, so their variance is τ · (τ − 1)."""
-        return float(np.sqrt(max(self.tau * (self.tau - 1), 0.05) / self.passes + UNMODELLED**2))
+        return float(np.sqrt(max(self.tau * (self.tau - 1), 0.05) / self.passes + SEED_STD**2))
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Forecast:
     high: float
 
 
-def forecast_tau(trained: Sequence[TrainedSize], sizes: Sequence[float]) -> list[Forecast]:
-    """τ at each of `sizes`, from at least two trainings of different sizes.
+def forecast_tau(trained: Sequence[TrainedSize], forecast_sizes: Sequence[float]) -> list[Forecast]:
+    """τ at each of `forecast_sizes`, from at least two trainings of different sizes.
 
     Raises `ValueError` for fewer. The same trainings give the same forecast.
     """
@@ -56,21 +56,21 @@ def forecast_tau(trained: Sequence[TrainedSize], sizes: Sequence[float]) -> list
         raise ValueError("a learning curve needs two trainings of different sizes")
     smallest_size = min(point.size for point in trained)
     doublings = np.log2([point.size / smallest_size for point in trained])  # [n]
-    errors = np.array([point.error for point in trained])  # [n]
-    gains = (np.array([point.tau for point in trained]) - 1) / errors  # [n]
-    doublings_to = np.log2(np.array(sizes) / smallest_size)  # [m]
-    random = Streams(0).arrays("learning curve")
-    fits = [_fit(_columns(doublings, gain_ratio) / errors[:, None], gains) for gain_ratio in GAIN_RATIOS]
-    weights = np.exp(-(np.array([fit.misfit for fit in fits]) - min(fit.misfit for fit in fits)) / 2)
-    counts = random.multinomial(DRAWS, weights / weights.sum())
-    drawn = []
-    for gain_ratio, fit, count in zip(GAIN_RATIOS, fits, counts, strict=True):
-        start, gain = random.multivariate_normal(fit.mean, fit.covariance, size=count).T  # [count] each
-        drawn.append(np.column_stack([start, np.maximum(gain, 0.0)]) @ _columns(doublings_to, gain_ratio).T)
-    taus = 1 + np.maximum(np.concatenate(drawn), 0.0)  # [DRAWS, m]
-    tail = (1 - COVERED) / 2
-    low, middle, high = np.quantile(taus, (tail, 0.5, 1 - tail), axis=0)
-    return [Forecast(*map(float, row)) for row in zip(sizes, middle, low, high, strict=True)]
+    tau_errors = np.array([point.error for point in trained])  # [n]
+    scaled_gains = (np.array([point.tau for point in trained]) - 1) / tau_errors  # [n]
+    size_doublings = np.log2(np.array(forecast_sizes) / smallest_size)  # [m]
+    generator = Streams(0).arrays("learning curve")
+    fits = [_fit(_columns(doublings, gain_ratio) / tau_errors[:, None], scaled_gains) for gain_ratio in GAIN_RATIOS]
+    fit_weights = np.exp(-(np.array([fit.misfit for fit in fits]) - min(fit.misfit for fit in fits)) / 2)
+    draw_counts = generator.multinomial(DRAWS, fit_weights / fit_weights.sum())
+    curves = []
+    for gain_ratio, fit, draw_count in zip(GAIN_RATIOS, fits, draw_counts, strict=True):
+        intercepts, slopes = generator.multivariate_normal(fit.mean, fit.covariance, size=draw_count).T  # [draws] each
+        curves.append(np.column_stack([intercepts, np.maximum(slopes, 0.0)]) @ _columns(size_doublings, gain_ratio).T)
+    tau_draws = 1 + np.maximum(np.concatenate(curves), 0.0)  # [DRAWS, m]
+    tail_prob = (1 - COVERED) / 2
+    low, middle, high = np.quantile(tau_draws, (tail_prob, 0.5, 1 - tail_prob), axis=0)
+    return [Forecast(*map(float, row)) for row in zip(forecast_sizes, middle, low, high, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ class _Fit:
 
 def _columns(doublings: np.ndarray, gain_ratio: float) -> np.ndarray:
     """The factors of a and g [n, 2] after so many doublings [n]."""
-    grown = doublings if gain_ratio == 1.0 else (1 - gain_ratio**doublings) / (1 - gain_ratio)
-    return np.column_stack([np.ones_like(doublings), grown])
+    gain_factors = doublings if gain_ratio == 1.0 else (1 - gain_ratio**doublings) / (1 - gain_ratio)
+    return np.column_stack([np.ones_like(doublings), gain_factors])
 
 
 def _fit(columns: np.ndarray, gains: np.ndarray) -> _Fit:

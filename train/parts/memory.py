@@ -19,42 +19,42 @@ PROGRAM_BYTES = 600_000_000  # of Python, torch and transformers, in the memory 
 
 
 def fit_memory(
-    config: DrafterTraining, student: nn.Module, read: int, vocabulary: int, through: nn.Module | None = None
+    config: DrafterTraining, student: nn.Module, read: int, vocab_size: int, through: nn.Module | None = None
 ) -> list[Memory]:
     """The memory of training `student` (it may be on meta): its state, and what a step keeps for backward.
 
     read: numbers per token in the hidden states that the frozen layers hand over. through: frozen layers that gradients
     run through. A student with `steps` runs its layers that many times.
     """
-    fit, device, layer_ids = config.fit, planned_device(), {id(matrix) for matrix in layer_matrices(student)}
+    fit, device, matrix_ids = config.fit, planned_device(), {id(matrix) for matrix in layer_matrices(student)}
     rows = fit.micro_batch_rows or fit.batch_rows
-    width = round(
+    tokens = round(
         config.seq_len * Parallel(getattr(config, "parallel", 0) or 1).expected_predictions
     )  # positions of a row
-    frozen = sum(p.nbytes for p in student.parameters() if not p.requires_grad)
+    frozen_bytes = sum(p.nbytes for p in student.parameters() if not p.requires_grad)
     trained = trained_parameters(student).values()
-    outer_matrices = [p.numel() for p in trained if p.ndim == 2 and id(p) not in layer_ids]  # of embeddings and heads
-    activations = rows * width * FLOAT32_BYTES * _activation_numbers(student, read, fit.gradient_checkpointing, through)
-    parts = [
-        Memory("frozen weights", frozen, "frozen_dtype=bfloat16"),
+    outer_sizes = [p.numel() for p in trained if p.ndim == 2 and id(p) not in matrix_ids]  # of embeddings and heads
+    step_bytes = rows * tokens * FLOAT32_BYTES * _activation_numbers(student, read, fit.gradient_checkpointing, through)
+    memories = [
+        Memory("frozen weights", frozen_bytes, "frozen_dtype=bfloat16"),
         Memory(
             "trained: masters, gradients, moments", _state_bytes(student, fit),
             "train_head=false, draft_vocabulary or fit.optimizer=muon",
         ),
         Memory(
-            f"activations of {rows} rows × {width} tokens", activations,
+            f"activations of {rows} rows × {tokens} tokens", step_bytes,
             "fit.micro_batch_rows=1, seq_len or fit.gradient_checkpointing=true",
         ),
-        Memory("logits and the loss, some rows at a time", loss_bytes(vocabulary, vocabulary, device)),
-        Memory("a matrix's gradient in the loss", FLOAT32_BYTES * max(outer_matrices, default=0)),
+        Memory("logits and the loss, some rows at a time", loss_bytes(vocab_size, vocab_size, device)),
+        Memory("a matrix's gradient in the loss", FLOAT32_BYTES * max(outer_sizes, default=0)),
     ]  # fmt: skip
-    return [*parts, *([Memory("the program", PROGRAM_BYTES)] if device.type == "cpu" else [])]
+    return [*memories, *([Memory("the program", PROGRAM_BYTES)] if device.type == "cpu" else [])]
 
 
 def _state_bytes(student: nn.Module, fit: FitConfig) -> int:
     """The bytes of master weights, gradients and two moments; Muon has one moment of a layer's matrix."""
-    muon = sum(matrix.numel() for matrix in layer_matrices(student)) if fit.optimizer == "muon" else 0
-    return FLOAT32_BYTES * (4 * sum(p.numel() for p in trained_parameters(student).values()) - muon)
+    muon_numel = sum(matrix.numel() for matrix in layer_matrices(student)) if fit.optimizer == "muon" else 0
+    return FLOAT32_BYTES * (4 * sum(p.numel() for p in trained_parameters(student).values()) - muon_numel)
 
 
 def _activation_numbers(student: nn.Module, read: int, recomputes: bool, through: nn.Module | None) -> int:
@@ -66,25 +66,25 @@ def _activation_numbers(student: nn.Module, read: int, recomputes: bool, through
     if through is not None:
         read += 3 * sum(sum(matrix.shape) for matrix in through.parameters() if matrix.ndim == 2) // 4  # doubled below
     matrices = layer_matrices(student)
-    inside = 0 if recomputes else 3 * sum(sum(matrix.shape) for matrix in matrices) // 2
-    handed_on = 5 * max((min(matrix.shape) for matrix in matrices), default=0)  # outputs, predictions, keys, values
-    return 2 * read + getattr(student, "steps", 1) * (handed_on + inside)
+    inner_count = 0 if recomputes else 3 * sum(sum(matrix.shape) for matrix in matrices) // 2
+    out_count = 5 * max((min(matrix.shape) for matrix in matrices), default=0)  # outputs, predictions, keys, values
+    return 2 * read + getattr(student, "steps", 1) * (out_count + inner_count)
 
 
-def decoding_target(config: EesdConfig, target: PreTrainedConfig) -> Memory:
+def decoding_target(config: EesdConfig, target_config: PreTrainedConfig) -> Memory:
     """The whole target, which decodes held-out prompts beside a student on its first layers."""
-    storage = Storage(frozen_dtype(config.frozen_dtype, planned_device()).itemsize, context_limit(target))
-    nbytes = weight_bytes(target, storage) + cache_bytes(target, storage)
+    storage = Storage(frozen_dtype(config.frozen_dtype, planned_device()).itemsize, context_limit(target_config))
+    nbytes = weight_bytes(target_config, storage) + cache_bytes(target_config, storage)
     return Memory("the whole target, to decode with", nbytes, "decode_prompts=0")
 
 
 def empty_target(
-    config: EesdConfig | HeadConfig, target: PreTrainedConfig, layers: list[int] | None = None
+    config: EesdConfig | HeadConfig, target_config: PreTrainedConfig, layer_ids: list[int] | None = None
 ) -> tuple[PreTrainedModel, int]:
     """The frozen layers (None: all) of a target without weights, and the number of values that are stored for them."""
-    model = empty_model(target) if layers is None else empty_layers(target, layers)
+    model = empty_model(target_config) if layer_ids is None else empty_layers(target_config, layer_ids)
     model = nn.Module.to(model, frozen_dtype(config.frozen_dtype, planned_device()))
-    if target.tie_word_embeddings:
+    if target_config.tie_word_embeddings:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
-    stored = {id(tensor): tensor.numel() for tensor in model.state_dict(keep_vars=True).values()}  # tied ones once
-    return model, sum(stored.values())
+    numel_by_id = {id(tensor): tensor.numel() for tensor in model.state_dict(keep_vars=True).values()}  # tied ones once
+    return model, sum(numel_by_id.values())

@@ -26,13 +26,13 @@ def load_taught_rows(
 
 def draft_loss(
     objective: str,
-    drafter: position_weights.Product,
+    drafter: position_weights.Factors,
     labels: Tensor,
-    tokens: Tensor | None,
-    vocabulary: int,
+    draft_tokens: Tensor | None,
+    vocab_size: int,
     *,
     rule: losses.LogitRule,
-    target: position_weights.Product | None = None,
+    target: position_weights.Factors | None = None,
     target_rule: losses.LogitRule = losses.PLAIN,
     top_k: Mapping[str, Tensor] = MappingProxyType({}),
     slots: position_weights.Slots | None = None,
@@ -42,38 +42,38 @@ def draft_loss(
 
     cross_entropy: on `labels` [...], token ids. Another objective is a divergence from the logits of the `target`, or
     else from its cached top k: top_ids, top_logprobs [..., k] and tail [...] (see `TopKRows`).
-    tokens [k]: the draft vocabulary, part of the target's `vocabulary`; None: all. rule, target_rule: from products to
+    tokens [k]: the draft vocabulary, part of the target's `vocab_size`; None: all. rule, target_rule: from products to
     logits. shares [...]: weights of the positions. slots: what the positions are in drafts, by which they are weighted
     too; the packed rows are then the first columns of `labels`.
     """
-    classes = draft_indices(labels, tokens, vocabulary)
+    classes = draft_indices(labels, draft_tokens, vocab_size)
     if slots is not None:
         if slots.kind == "dpace":
-            weights = position_weights.dpace_weights(
+            slot_weights = position_weights.dpace_weights(
                 slots, position_weights.probabilities_of(classes, drafter, rule), labels != losses.IGNORE
             )
         else:
-            weights = position_weights.cat_weights(
+            slot_weights = position_weights.cat_weights(
                 slots, _text_probabilities(labels[:, : slots.rows[1]], target, target_rule, top_k)
             )
-        shares = weights if shares is None else weights * shares
+        shares = slot_weights if shares is None else slot_weights * shares
     if objective == "cross_entropy":
         return losses.linear_cross_entropy(*drafter, classes, rule=rule, shares=shares)
     if target is not None:
         return losses.linear_divergence(
-            *drafter, *target, labels, objective, rule=rule, target_rule=target_rule, tokens=tokens, shares=shares
+            *drafter, *target, labels, objective, rule=rule, target_rule=target_rule, tokens=draft_tokens, shares=shares
         )
-    ids, logprobs, tail = (top_k[name] for name in TOP_K)
-    ids = draft_indices(ids, tokens, vocabulary)
-    return losses.linear_topk_divergence(*drafter, ids, logprobs, tail, labels, objective, rule=rule, shares=shares)
+    top_ids, logprobs, tail = (top_k[name] for name in TOP_K)
+    top_ids = draft_indices(top_ids, draft_tokens, vocab_size)
+    return losses.linear_topk_divergence(*drafter, top_ids, logprobs, tail, labels, objective, rule=rule, shares=shares)
 
 
 def _text_probabilities(
-    labels: Tensor, target: position_weights.Product | None, target_rule: losses.LogitRule, top_k: Mapping[str, Tensor]
+    labels: Tensor, target: position_weights.Factors | None, target_rule: losses.LogitRule, top_k: Mapping[str, Tensor]
 ) -> Tensor:
     """The target's probability of each of `labels` [B, T], the first columns of `target` or of its cached top k."""
-    columns = labels.shape[1]
+    column_count = labels.shape[1]
     if target is None:
-        return position_weights.cached_probabilities(labels, *(top_k[name][:, :columns] for name in TOP_K))
+        return position_weights.cached_probabilities(labels, *(top_k[name][:, :column_count] for name in TOP_K))
     states, matrix = target
-    return position_weights.probabilities_of(labels, (states[:, :columns], matrix), target_rule)
+    return position_weights.probabilities_of(labels, (states[:, :column_count], matrix), target_rule)

@@ -30,13 +30,13 @@ from outrider.train.parts.position_weights import Slots
 from outrider.train.settings.drafters import PositionWeights
 
 
-def unused_token(tokenizer: PreTrainedTokenizerBase, rows: int) -> int:
-    """A token that no text has: of the target's `rows` the first beyond the tokenizer's, else the last added one that
-    is neither special nor in the chat template; `rows` if there is none."""
-    used, template = {*special_tokens(tokenizer).values()}, str(tokenizer.chat_template)
+def unused_token(tokenizer: PreTrainedTokenizerBase, vocab: int) -> int:
+    """A token that no text has: of the target's `vocab` the first beyond the tokenizer's, else the last added one that
+    is neither special nor in the chat template; `vocab` if there is none."""
+    special_ids, template = {*special_tokens(tokenizer).values()}, str(tokenizer.chat_template)
     added = [i for i, token in tokenizer.added_tokens_decoder.items() if token.content not in template]
-    beyond = 1 + max(tokenizer.get_vocab().values())  # ids may have gaps
-    return beyond if beyond < rows else max((i for i in added if i < rows and i not in used), default=rows)
+    next_id = 1 + max(tokenizer.get_vocab().values())  # ids may have gaps
+    return next_id if next_id < vocab else max((i for i in added if i < vocab and i not in special_ids), default=vocab)
 
 
 class DraftRows(NamedTuple):
@@ -72,11 +72,11 @@ class DraftBand(Band):
         columns = torch.arange(block.end, device=self.first_keys.device)
         keys = torch.cat([columns[block.first_key : block.key_end], columns[block.second_key :]])  # [K]
         queries = columns[block.begin :, None]  # [Q, 1]
-        first, anchors = self.first_keys[:, block.begin : block.end, :, None].unbind(2)  # [B, Q, 1] each
+        starts, anchors = self.first_keys[:, block.begin : block.end, :, None].unbind(2)  # [B, Q, 1] each
         same_draft = (keys >= self.text_length) & (keys <= queries) & (self.first_keys[:, None, keys, 1] == anchors)
         if self.window is not None:
             same_draft &= keys > queries - self.window
-        return ((keys < self.text_length) & (keys >= first) & (keys <= anchors) | same_draft)[:, None]  # [B, 1, Q, K]
+        return ((keys < self.text_length) & (keys >= starts) & (keys <= anchors) | same_draft)[:, None]  # [B, 1, Q, K]
 
 
 @dataclass(frozen=True)
@@ -104,16 +104,16 @@ class Parallel:
         blocks = []
         for begin in range(0, len(last_keys), block_size):
             end = min(begin + block_size, len(last_keys))
-            first_mask = text_length + max(0, begin - self.tokens + 2)
-            seen_text = min(first_keys[begin:end]), max(last_keys[begin:end]) + 1
-            blocks.append(QueryBlock(text_length + begin, text_length + end, *seen_text, first_mask))
+            first_mask_key = text_length + max(0, begin - self.tokens + 2)
+            text_range = min(first_keys[begin:end]), max(last_keys[begin:end]) + 1
+            blocks.append(QueryBlock(text_length + begin, text_length + end, *text_range, first_mask_key))
         return tuple(blocks)
 
-    def add_masks(self, student: Student, stack: LayerStack, *packed_rows: Tensor) -> DraftRows:
+    def add_masks(self, student: Student, running_stack: LayerStack, *packed_rows: Tensor) -> DraftRows:
         """Packed rows (ids, labels, positions and documents, [B, T] each) and, in training, the masks of drafts after
         them. stack: the layers that run the rows."""
         if self.tokens > 1 and student.training:  # evaluations judge a token a pass
-            return self.append_masks(student.step, stack, *packed_rows)
+            return self.append_masks(student.step, running_stack, *packed_rows)
         ids, labels, positions, _ = packed_rows
         return DraftRows(ids, positions, None, labels, lambda values: values, 1.0)
 
@@ -125,42 +125,42 @@ class Parallel:
         A mask of depth j stands j positions after its anchor and predicts the label there, as a draft's token 1 + j
         does. Which masks there are is a function of seed, step and each row's content.
         """
-        (count, text_length), device = input_ids.shape, input_ids.device
+        (batch_size, text_length), device = input_ids.shape, input_ids.device
         anchors, depths, is_mask = self._draw_masks(step, input_ids, labels, documents)  # [B, M] each
-        columns = torch.arange(text_length, device=device).expand(count, -1)  # [B, T]
+        columns = torch.arange(text_length, device=device).expand(batch_size, -1)  # [B, T]
         predicted_columns = torch.cat([columns, anchors + depths], 1)  # [B, T + M]
         last_seen = torch.cat([columns, anchors], 1)  # [B, T + M]
-        masks = {
+        band_by_window = {
             window: self._draft_band(documents, anchors, depths, last_seen, window) for window in set(stack.windows)
         }
         ids = torch.cat([input_ids, torch.full_like(anchors, self.mask)], 1)
         all_positions = torch.cat([positions, positions.gather(1, anchors) + depths], 1)
         row_labels = labels.gather(1, predicted_columns)
         row_labels[:, text_length:].masked_fill_(~is_mask, IGNORE)
-        rows, slots = torch.arange(count, device=device)[:, None], None
+        row_index, slots = torch.arange(batch_size, device=device)[:, None], None
         if self.weights != "none":
-            numbers = torch.cat([torch.zeros_like(columns), depths], 1)  # [B, T + M]
-            slots = Slots(self.weights, rows * text_length + last_seen, numbers, self.tokens, input_ids.shape)
+            slot_index = torch.cat([torch.zeros_like(columns), depths], 1)  # [B, T + M]
+            slots = Slots(self.weights, row_index * text_length + last_seen, slot_index, self.tokens, input_ids.shape)
 
         def expand(values: Tensor) -> Tensor:
-            return values[rows, predicted_columns]
+            return values[row_index, predicted_columns]
 
-        return DraftRows(ids, all_positions, masks, row_labels, expand, self.expected_predictions, slots)
+        return DraftRows(ids, all_positions, band_by_window, row_labels, expand, self.expected_predictions, slots)
 
     def _draw_masks(
         self, step: int, input_ids: Tensor, labels: Tensor, documents: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The anchor and the depth of every mask, and whether there is such a mask: rows have different numbers."""
-        mask_depths, text_length = self.tokens - 1, input_ids.shape[1]
+        depth_count, text_length = self.tokens - 1, input_ids.shape[1]
         is_kept = draw_depths(self.keep, self.tokens, self.seed, step, input_ids)[..., 1:]  # [B, T, depths]
-        later_documents = F.pad(documents, (0, mask_depths), value=-2).unfold(1, self.tokens, 1)[..., 1:]
-        in_document = later_documents == documents[..., None]
-        has_mask = (is_kept & in_document & (labels != IGNORE)[..., None]).flatten(1)  # [B, T · depths]
-        counts = has_mask.sum(1, keepdim=True)
-        chosen = has_mask.byte().argsort(dim=1, descending=True, stable=True)[:, : int(counts.max())]  # [B, M]
-        is_mask = torch.arange(chosen.shape[1], device=input_ids.device) < counts
-        anchors = chosen.div(mask_depths, rounding_mode="floor").where(is_mask, text_length - 1)
-        return anchors, (chosen % mask_depths + 1) * is_mask, is_mask
+        later_documents = F.pad(documents, (0, depth_count), value=-2).unfold(1, self.tokens, 1)[..., 1:]
+        is_in_document = later_documents == documents[..., None]
+        has_mask = (is_kept & is_in_document & (labels != IGNORE)[..., None]).flatten(1)  # [B, T · depths]
+        mask_counts = has_mask.sum(1, keepdim=True)
+        indices = has_mask.byte().argsort(dim=1, descending=True, stable=True)[:, : int(mask_counts.max())]  # [B, M]
+        is_mask = torch.arange(indices.shape[1], device=input_ids.device) < mask_counts
+        anchors = indices.div(depth_count, rounding_mode="floor").where(is_mask, text_length - 1)
+        return anchors, (indices % depth_count + 1) * is_mask, is_mask
 
     def _draft_band(
         self, documents: Tensor, anchors: Tensor, depths: Tensor, last_seen: Tensor, window: int | None

@@ -26,7 +26,7 @@ from outrider.draft_models.acceptance import acceptance_by_tokens, argmax_and_ac
 from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.model_spec import LogitRule
 
-Product = tuple[Tensor, Tensor]  # states [..., d] and a matrix [V, d]: the logits are states · matrixᵀ
+Factors = tuple[Tensor, Tensor]  # states [..., d] and a matrix [V, d]: the logits are states · matrixᵀ
 SMOOTHING = 0.5  # α of D-PACE (arXiv 2605.18810), the paper's: a slot never counts as out of reach
 
 
@@ -44,42 +44,42 @@ class Slots(NamedTuple):
     rows: torch.Size
 
 
-def cat_weights(slots: Slots, probabilities: Tensor) -> Tensor:
+def cat_weights(slots: Slots, teacher_probs: Tensor) -> Tensor:
     """The product of the labels' probabilities in the slots before each prediction [...] (CAT, the weights of PARD-2).
 
     probabilities [B, T]: the teacher's, of the label of each column; 0 without a label, since no draft gets past it.
     """
-    ahead = F.pad(probabilities, (0, slots.longest - 1)).unfold(1, slots.longest, 1)  # [B, T, K]
-    reached = F.pad(ahead.cumprod(-1)[..., :-1], (1, 0), value=1.0)  # [B, T, K]
-    return reached.flatten(0, 1)[slots.anchors, slots.numbers]
+    next_probs = F.pad(teacher_probs, (0, slots.longest - 1)).unfold(1, slots.longest, 1)  # [B, T, K]
+    reach_probs = F.pad(next_probs.cumprod(-1)[..., :-1], (1, 0), value=1.0)  # [B, T, K]
+    return reach_probs.flatten(0, 1)[slots.anchors, slots.numbers]
 
 
-def dpace_weights(slots: Slots, probabilities: Tensor, is_supervised: Tensor) -> Tensor:
+def dpace_weights(slots: Slots, drafter_probs: Tensor, is_supervised: Tensor) -> Tensor:
     """The expected number of accepted tokens from each slot on (D-PACE, arXiv 2605.18810, equations 7 and 8), [...].
 
     probabilities [...]: the drafter's, of each prediction's label. is_supervised [...]: which predictions have a label.
     A draft ends at the first slot that is not among the predictions, or has no label.
     """
-    anchors, numbers = slots.anchors[is_supervised], slots.numbers[is_supervised]  # [n] each
-    confidences = probabilities.new_zeros(math.prod(slots.rows), slots.longest)  # [B · T, K]
-    confidences[anchors, numbers] = SMOOTHING + (1 - SMOOTHING) * probabilities[is_supervised]
-    chances = confidences.cumprod(-1)  # [B · T, K]
-    return chances.flip(-1).cumsum(-1).flip(-1)[slots.anchors, slots.numbers]
+    anchors, slot_numbers = slots.anchors[is_supervised], slots.numbers[is_supervised]  # [n] each
+    confidences = drafter_probs.new_zeros(math.prod(slots.rows), slots.longest)  # [B · T, K]
+    confidences[anchors, slot_numbers] = SMOOTHING + (1 - SMOOTHING) * drafter_probs[is_supervised]
+    survival_probs = confidences.cumprod(-1)  # [B · T, K]
+    return survival_probs.flip(-1).cumsum(-1).flip(-1)[slots.anchors, slots.numbers]
 
 
 @torch.no_grad()
-def probabilities_of(tokens: Tensor, product: Product, rule: LogitRule) -> Tensor:
-    """The probability [...] of each of `tokens` [...] by the logits of `product`; 0 for IGNORE.
+def probabilities_of(tokens: Tensor, factors: Factors, rule: LogitRule) -> Tensor:
+    """The probability [...] of each of `tokens` [...] by the logits of `factors`; 0 for IGNORE.
 
     It is computed, some positions at a time, as an acceptance: a text with these next tokens accepts a drafted token
     with the drafter's probability of the text's.
     """
-    (states, matrix), keep = product, tokens != IGNORE
+    (states, matrix), supervised = factors, tokens != IGNORE
     matrix = matrix.to(states.dtype)
-    accept = acceptance_by_tokens(tokens[keep])
-    accepted = argmax_and_acceptance(lambda hidden: rule(hidden @ matrix.T), states[keep], accept)[1]
-    assert accepted is not None
-    return scatter_positions(accepted, keep, 0.0)
+    acceptance_of = acceptance_by_tokens(tokens[supervised])
+    probabilities = argmax_and_acceptance(lambda hidden: rule(hidden @ matrix.T), states[supervised], acceptance_of)[1]
+    assert probabilities is not None
+    return scatter_positions(probabilities, supervised, 0.0)
 
 
 def cached_probabilities(labels: Tensor, top_ids: Tensor, top_logprobs: Tensor, tail: Tensor) -> Tensor:
@@ -88,6 +88,6 @@ def cached_probabilities(labels: Tensor, top_ids: Tensor, top_logprobs: Tensor, 
     The least likely of the k tokens and the tail both bound the probability of another label. The smaller counts.
     """
     probabilities, is_label = top_logprobs.exp(), top_ids == labels[..., None]  # [..., k] each
-    bound = torch.minimum(probabilities.amin(-1), tail)  # [...]
-    cached = torch.where(is_label.any(-1), (probabilities * is_label).sum(-1), bound)
-    return cached * (labels != IGNORE)
+    upper_bound = torch.minimum(probabilities.amin(-1), tail)  # [...]
+    label_probs = torch.where(is_label.any(-1), (probabilities * is_label).sum(-1), upper_bound)
+    return label_probs * (labels != IGNORE)

@@ -6,7 +6,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from outrider.base.errors import UserError
-from outrider.data_prep.text.chat import is_greedy_run, records_of_runs, run_beside, templates_of_run
+from outrider.data_prep.text.chat import is_greedy_run, read_run_record, records_of_runs, templates_of_run
 from outrider.data_prep.text.data_files import read_file, resolve_paths
 from outrider.data_prep.text.documents import Document, encode, origin_digests
 from outrider.data_prep.text.records import Counts
@@ -22,62 +22,62 @@ _PROMPT = 128  # most tokens of a plain text after which the rest counts as the 
 
 
 def recorded_texts(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase, count: int
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, text_count: int
 ) -> tuple[list[TextToContinue], bool]:
     """The first answers of the first held-out records, each after its whole prompt; and whether all are tokens that a
-    target wrote. Each source of a mix has an equal share of the `count` texts."""
-    parts, texts, written = [part for _, _, part in data.parts()] or [data], list[TextToContinue](), True
-    for number, part in enumerate(parts, 1):
-        most = count * number // len(parts)
-        bound = bind_arguments(tokenizer, part.chat_template_kwargs, part.template, f"data.{KWARGS}")
-        for record in read_records(part, "heldout"):
-            if len(texts) >= most:
+    target wrote. Each source of a mix has an equal share of the `text_count` texts."""
+    configs, texts, is_by_target = [config for _, _, config in data.parts()] or [data], list[TextToContinue](), True
+    for source_number, config in enumerate(configs, 1):
+        max_texts = text_count * source_number // len(configs)
+        bound = bind_arguments(tokenizer, config.chat_template_kwargs, config.template, f"data.{KWARGS}")
+        for record in read_records(config, "heldout"):
+            if len(texts) >= max_texts:
                 break
-            answers = [first_answer(document) for document in encode([record], bound, part.template, Counts())]
+            answers = [first_answer(document) for document in encode([record], bound, config.template, Counts())]
             answers = [text for text in answers if text.answer and len(text.answer) > 1][:1]
             texts += answers
-            origin = (ids.tokenizer, ids.template) if (ids := record.get("written")) else None
-            written &= not answers or origin == origin_digests(record, bound, part.template)
-    return texts, written
+            origin = (digests.tokenizer, digests.template) if (digests := record.get("written")) else None
+            is_by_target &= not answers or origin == origin_digests(record, bound, config.template)
+    return texts, is_by_target
 
 
 def first_answer(document: Document) -> TextToContinue:
     """The first answer in a document. Of a plain text it begins after `_PROMPT` tokens, or half of them."""
     ids, supervised = document.ids, document.supervised
-    first = min(_PROMPT, len(ids) // 2) if supervised.all() else int(supervised.argmax())
-    first = max(1, first)
-    count = int(np.logical_and.accumulate(supervised[first:]).sum())
-    return TextToContinue(ids[:first].tolist(), ids[first : first + count].tolist())
+    answer_start = min(_PROMPT, len(ids) // 2) if supervised.all() else int(supervised.argmax())
+    answer_start = max(1, answer_start)
+    answer_length = int(np.logical_and.accumulate(supervised[answer_start:]).sum())
+    return TextToContinue(ids[:answer_start].tolist(), ids[answer_start : answer_start + answer_length].tolist())
 
 
 def are_greedy(data: DataConfig) -> bool:
     """Whether the records of runs, or else of the answers, say that all answers in the files of `data` are greedy."""
-    parts = [part for _, _, part in data.parts()] or [data]
-    paths = [path for part in parts for path in resolve_paths(part.path if part.source == "local" else ())]
-    return all(part.source == "local" for part in parts) and all(map(_is_greedy_file, paths))
+    configs = [config for _, _, config in data.parts()] or [data]
+    paths = [path for config in configs for path in resolve_paths(config.path if config.source == "local" else ())]
+    return all(config.source == "local" for config in configs) and all(map(_is_greedy_file, paths))
 
 
 def _is_greedy_file(path: Path) -> bool:
-    run = run_beside(path)
+    run_record = read_run_record(path)
     flags = (isinstance(record, dict) and record.get("greedy") is True for _, record in read_file(path, Counts()))
-    return all(flags) if run is None else is_greedy_run(run)
+    return all(flags) if run_record is None else is_greedy_run(run_record)
 
 
 def require_answers_of(target: OpenTarget, data: DataConfig) -> None:
     """Raise `UserError` where the responses that `data` names are not greedy or are of another target or template,
     according to the records of the runs that made them."""
-    for folder, run in records_of_runs(data).items():
-        model = run.get("model")
+    for folder, run_record in records_of_runs(data).items():
+        model = run_record.get("model")
         differs = target.is_seen and isinstance(model, dict) and bool(model_differences(model, target.identity))
         digest = tokenizer_digest(target.tokenizer)[:16]
-        differs |= run.get("tokenizer", digest) != digest
+        differs |= run_record.get("tokenizer", digest) != digest
         tokenizer = bind_arguments(target.tokenizer, data.chat_template_kwargs, data.template, f"data.{KWARGS}")
-        right = {data.template} if tokenizer.chat_template else {data.template, "absent"}
-        wrong = {
-            "sampled, but for the first tokens": not is_greedy_run(run),
+        allowed = {data.template} if tokenizer.chat_template else {data.template, "absent"}
+        fault_checks = {
+            "sampled, but for the first tokens": not is_greedy_run(run_record),
             f"of another target than {target.source}": differs,
-            f"of another template than {data.template}": bool(templates_of_run(run, tokenizer) - right),
+            f"of another template than {data.template}": bool(templates_of_run(run_record, tokenizer) - allowed),
         }
-        faults = " and ".join(what for what, is_so in wrong.items() if is_so)
-        if faults:
-            raise UserError(f"data.path={folder}: these answers are {faults}; {_REMEDY}")
+        fault_text = " and ".join(fault for fault, applies in fault_checks.items() if applies)
+        if fault_text:
+            raise UserError(f"data.path={folder}: these answers are {fault_text}; {_REMEDY}")

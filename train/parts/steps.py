@@ -31,38 +31,38 @@ class Predictions(NamedTuple):
     steps: Tensor  # [n]: the step of each, which is its token's number in a draft
 
 
-def loss_mask_per_step(labels: Tensor, documents: Tensor, steps: int) -> Tensor:
+def loss_mask_per_step(labels: Tensor, documents: Tensor, step_count: int) -> Tensor:
     """bool [B, T, steps]: whether there is something to predict at a position i of packed rows [B, T] in step t: a
     label at position i + 1 + t of its document."""
 
-    def ahead(values: Tensor, beyond: int) -> Tensor:
-        return F.pad(values, (0, steps), value=beyond).unfold(1, steps + 1, 1)[..., 1:]  # [B, T, steps]
+    def ahead(values: Tensor, fill: int) -> Tensor:
+        return F.pad(values, (0, step_count), value=fill).unfold(1, step_count + 1, 1)[..., 1:]  # [B, T, steps]
 
     return (ahead(labels, IGNORE) != IGNORE) & (ahead(documents, -2) == documents[..., None])
 
 
-def acceptance_of_drafts(accepted: Tensor) -> Tensor:
+def acceptance_of_drafts(accept_probs: Tensor) -> Tensor:
     """α of every draft on the text, of `WATCHED_DRAFT` tokens, or S if that is less: [B, positions, tokens]; NaN where
     there is none.
 
     accepted [B, T, S]: α by the label's position and step. Step i of the draft that begins after position t has the
     label of position t + 1 + i.
     """
-    drafted = min(WATCHED_DRAFT, accepted.shape[2])
-    count = max(0, accepted.shape[1] - drafted)
-    return torch.stack([accepted[:, step + 1 : step + 1 + count, step] for step in range(drafted)], -1)
+    draft_length = min(WATCHED_DRAFT, accept_probs.shape[2])
+    draft_count = max(0, accept_probs.shape[1] - draft_length)
+    return torch.stack([accept_probs[:, step + 1 : step + 1 + draft_count, step] for step in range(draft_length)], -1)
 
 
-def positions_to_run(is_run: Tensor) -> Tensor | None:
+def positions_to_run(run_mask: Tensor) -> Tensor | None:
     """The flat indices [B, N] of the positions at which a step runs; None: all.
 
     is_run: bool [B, T]. N is the largest number in a row; rows with fewer positions get others besides.
     """
-    max_count, row_length = max(1, int(is_run.sum(1).max())), is_run.shape[1]
+    max_count, row_length = max(1, int(run_mask.sum(1).max())), run_mask.shape[1]
     if max_count > NEARLY_ALL * row_length:
         return None
-    row_starts = row_length * torch.arange(len(is_run), device=is_run.device)[:, None]  # [B, 1]
-    return row_starts + is_run.byte().argsort(dim=1, descending=True, stable=True)[:, :max_count]
+    row_starts = row_length * torch.arange(len(run_mask), device=run_mask.device)[:, None]  # [B, 1]
+    return row_starts + run_mask.byte().argsort(dim=1, descending=True, stable=True)[:, :max_count]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,14 +75,14 @@ class QueriesAt(Band):
     @classmethod
     def of(cls, band: Band, documents: Tensor, positions: Tensor) -> Self:
         """Those at `positions` of the rows `documents` [B, T] with the mask `band`; on a CPU of one row."""
-        first_keys, (parts,) = band.first_keys.gather(1, positions), packed_band(documents.gather(1, positions)).blocks
+        first_keys, (ranges,) = band.first_keys.gather(1, positions), packed_band(documents.gather(1, positions)).blocks
         lows, highs = first_keys.amin(0).tolist(), positions.amax(0).tolist()
         blocks = [
-            QueryBlock(begin, end, min(lows[begin:end]), max(highs[begin:end]) + 1, end) for begin, end, *_ in parts
+            QueryBlock(begin, end, min(lows[begin:end]), max(highs[begin:end]) + 1, end) for begin, end, *_ in ranges
         ]
         return cls(first_keys, (tuple(blocks),), last=positions)
 
     def block(self, block: QueryBlock) -> Tensor:
-        keys, queries = torch.arange(block.first_key, block.key_end, device=self.last.device), slice(*block[:2])
-        seen = (keys >= self.first_keys[:, queries, None]) & (keys <= self.last[:, queries, None])
-        return F.pad(seen[:, None], (self.front, 0), value=True)
+        keys, query_slice = torch.arange(block.first_key, block.key_end, device=self.last.device), slice(*block[:2])
+        is_visible = (keys >= self.first_keys[:, query_slice, None]) & (keys <= self.last[:, query_slice, None])
+        return F.pad(is_visible[:, None], (self.extra_keys, 0), value=True)

@@ -93,32 +93,32 @@ class RowsWithStates:
 
 def compute_states(
     rows: PackedRows,
-    load: Callable[[], Callable[[Batch], Tensor]],
+    load_target: Callable[[], Callable[[Batch], Tensor]],
     row_shape: tuple[int, int, int],
-    features: str,
+    features_dir: str,
     dtype: torch.dtype,
     made_from: Mapping[str, object],
-    state: PartialState,
+    process_state: PartialState,
 ) -> RowsWithStates:
-    """`rows` with the target's states, read from the folder `features` after computing the missing ones.
+    """`rows` with the target's states, read from the folder `features_dir` after computing the missing ones.
 
     load: loads the target and returns the function from a batch of rows to states. row_shape: (T, k + 1, H_t). dtype:
     of the states. made_from: JSON-able, what determines the states.
     Prints the required space before computing. All processes call this. Raises `UserError` if the folder holds other
     states, is not writable or has too little space.
     """
-    folder, shape = require_writable(features, "features"), (len(rows), *row_shape)
-    blocks = -(-len(rows) // ROWS_AT_ONCE)
+    folder, shape = require_writable(features_dir, "features"), (len(rows), *row_shape)
+    block_count = -(-len(rows) // ROWS_AT_ONCE)
     identity = {**made_from, "dtype": str(dtype), "shape": list(shape)}
-    size = math.prod(shape) * dtype.itemsize
-    with only_run_of(state, folder, "states of a target"):
-        is_complete = from_main(state, lambda: _reserve_space(folder, identity, size, blocks))
+    nbytes = math.prod(shape) * dtype.itemsize
+    with only_run_of(process_state, folder, "states of a target"):
+        is_complete = from_main(process_state, lambda: _reserve_space(folder, identity, nbytes, block_count))
         states = torch.from_file(str(folder / STATES_FILE), not is_complete, math.prod(shape), dtype=dtype).view(shape)
         if not is_complete:
-            written = torch.from_file(str(folder / DONE_FILE), True, blocks, dtype=torch.uint8)
-            _compute_missing(states, written, rows, load(), state)
-            state.wait_for_everyone()
-            from_main(state, lambda: (folder / DONE_FILE).unlink(missing_ok=True))
+            written_flags = torch.from_file(str(folder / DONE_FILE), True, block_count, dtype=torch.uint8)
+            _compute_missing(states, written_flags, rows, load_target(), process_state)
+            process_state.wait_for_everyone()
+            from_main(process_state, lambda: (folder / DONE_FILE).unlink(missing_ok=True))
     return RowsWithStates(rows, states)
 
 
@@ -146,23 +146,23 @@ class RowsWithLazyStates:
         row = self.rows[index]
         if self._mapped_states is None:
             return row
-        states, written = self._mapped_states
-        if not written[index]:
+        states, written_flags = self._mapped_states
+        if not written_flags[index]:
             states[index] = self.states_of(default_collate([row]))[0]
-            written[index] = 1
+            written_flags[index] = 1
         return {**row, "states": states[index]}
 
     @cached_property
     def _mapped_states(self) -> tuple[Tensor, Tensor] | None:
         """The states of all rows [rows, T, k + 1, H_t] and which of them are written, uint8 [rows]; None: not kept."""
         shape, file = (len(self.rows), *self.row_shape), require_writable(self.folder) / STATES_FILE
-        size = math.prod(shape) * self.dtype.itemsize
-        stored_size = file.stat().st_size if file.exists() else 0
-        if 2 * (size - stored_size) > shutil.disk_usage(self.folder).free:
+        nbytes = math.prod(shape) * self.dtype.itemsize
+        stored_bytes = file.stat().st_size if file.exists() else 0
+        if 2 * (nbytes - stored_bytes) > shutil.disk_usage(self.folder).free:
             return None
         try:
             identity = {**self.made_from, "dtype": str(self.dtype), "shape": list(shape)}
-            _reserve_space(self.folder, identity, size, len(self.rows))
+            _reserve_space(self.folder, identity, nbytes, len(self.rows))
         except UserError as error:
             warn(f"{error}; the target runs along")
             return None
@@ -170,23 +170,23 @@ class RowsWithLazyStates:
         return states, torch.from_file(str(self.folder / DONE_FILE), True, len(self.rows), dtype=torch.uint8)
 
 
-def _reserve_space(folder: Path, identity: Mapping[str, object], size: int, blocks: int) -> bool:
+def _reserve_space(folder: Path, identity: Mapping[str, object], size: int, block_count: int) -> bool:
     """Make the files for states of `size` bytes in `folder`, unless an earlier run made them; whether all are written.
 
     The space is reserved, since writing to a mapped file on a full disk, or beyond a quota, kills the process. Raises
     `UserError` if other states are there, and if there is too little space.
     """
-    made_from, done_file, states_file = (folder / name for name in (MADE_FROM_FILE, DONE_FILE, STATES_FILE))
-    record = read_mapping(made_from, "record of a target's states", "remove its folder") if made_from.exists() else {}
+    json_file, done_file, states_file = (folder / name for name in (MADE_FROM_FILE, DONE_FILE, STATES_FILE))
+    record = read_mapping(json_file, "record of a target's states", "remove its folder") if json_file.exists() else {}
     changes = differences(record, identity)
     if record and changes and not done_file.exists():
-        wrong = list_words([f"{key}={new!r} (was {old!r})" for key, old, new in changes])
-        raise UserError(f"features={folder}: holds what was made with other settings: {wrong}; give another folder")
+        diff_text = list_words([f"{key}={new!r} (was {old!r})" for key, old, new in changes])
+        raise UserError(f"features={folder}: holds what was made with other settings: {diff_text}; give another folder")
     if not changes and states_file.exists() and states_file.stat().st_size == size:
         if not done_file.exists():
             return True
-        written_blocks = int(torch.from_file(str(done_file), False, blocks, dtype=torch.uint8).sum())
-        print(f"features={folder} goes_on_after={written_blocks} of {blocks} blocks", flush=True)
+        written_count = int(torch.from_file(str(done_file), False, block_count, dtype=torch.uint8).sum())
+        print(f"features={folder} goes_on_after={written_count} of {block_count} blocks", flush=True)
         return False
     print(f"features={folder} dtype={identity['dtype']} gigabytes={size / 1e9:.2f}", flush=True)
     states_file.unlink(missing_ok=True)
@@ -194,8 +194,8 @@ def _reserve_space(folder: Path, identity: Mapping[str, object], size: int, bloc
     try:
         if free < size:
             raise OSError("too few")
-        done_file.write_bytes(bytes(blocks))
-        write_json(made_from, identity)
+        done_file.write_bytes(bytes(block_count))
+        write_json(json_file, identity)
         with states_file.open("wb") as file:
             reserve_space(file, size)
     except OSError as error:
@@ -208,12 +208,12 @@ def _reserve_space(folder: Path, identity: Mapping[str, object], size: int, bloc
 
 
 def _compute_missing(
-    states: Tensor, written: Tensor, rows: PackedRows, states_of: Callable[[Batch], Tensor], state: PartialState
+    states: Tensor, written_flags: Tensor, rows: PackedRows, states_of: Callable[[Batch], Tensor], state: PartialState
 ) -> None:
-    """Compute this process's share of the blocks, except those that are `written`, uint8 [blocks]."""
+    """Compute this process's share of the blocks, except those that are `written_flags`, uint8 [blocks]."""
     block_begins = range(state.process_index * ROWS_AT_ONCE, len(rows), state.num_processes * ROWS_AT_ONCE)
-    missing_blocks = [begin for begin in block_begins if not written[begin // ROWS_AT_ONCE]]
-    for begin in track_progress(missing_blocks, "the target's states", f"blocks of {ROWS_AT_ONCE} rows"):
+    missing_begins = [begin for begin in block_begins if not written_flags[begin // ROWS_AT_ONCE]]
+    for begin in track_progress(missing_begins, "the target's states", f"blocks of {ROWS_AT_ONCE} rows"):
         end = min(begin + ROWS_AT_ONCE, len(rows))
         states[begin:end] = states_of(default_collate([rows[index] for index in range(begin, end)])).cpu()
-        written[begin // ROWS_AT_ONCE] = 1  # the kernel writes both mapped files even if this process is killed
+        written_flags[begin // ROWS_AT_ONCE] = 1  # the kernel writes both mapped files even if this process is killed

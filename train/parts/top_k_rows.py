@@ -46,29 +46,29 @@ class TopKRows:
         self._tokens = torch.from_numpy(np.concatenate([document.ids for document in documents])).int()
         self._labels = torch.full((len(self._tokens),), IGNORE, dtype=torch.int32)
         # Of the tokens of all documents, N: ids and labels [N], the top-k of what each position predicts [N, k].
-        width = examples[0][2].ids.shape[1]
-        self._ids = torch.zeros(len(self._tokens), width, dtype=torch.int32)
-        self._logprobs = torch.zeros(len(self._tokens), width, dtype=torch.float16)
+        k = examples[0][2].ids.shape[1]
+        self._ids = torch.zeros(len(self._tokens), k, dtype=torch.int32)
+        self._logprobs = torch.zeros(len(self._tokens), k, dtype=torch.float16)
         self._tail = torch.zeros(len(self._tokens), dtype=torch.float16)
-        starts = np.cumsum([0, *(len(document.ids) for document in documents)])
-        for start, (_, positions, top) in zip(starts, examples, strict=False):
-            predicting = torch.from_numpy(start + positions - 1)  # the position before each token with a top-k
-            self._labels[predicting], self._ids[predicting] = top.tokens.int(), top.ids.int()
-            self._logprobs[predicting], self._tail[predicting] = top.logprobs.half(), top.tail.half()
+        doc_starts = np.cumsum([0, *(len(document.ids) for document in documents)])
+        for start, (_, positions, top) in zip(doc_starts, examples, strict=False):
+            flat_positions = torch.from_numpy(start + positions - 1)  # the position before each token with a top-k
+            self._labels[flat_positions], self._ids[flat_positions] = top.tokens.int(), top.ids.int()
+            self._logprobs[flat_positions], self._tail[flat_positions] = top.logprobs.half(), top.tail.half()
         # `pack` gets the indices of the documents' tokens in these arrays instead of token ids.
         documents_of_indices = (
             Document(np.arange(start, stop), np.ones(stop - start, bool), indivisible=True)
-            for start, stop in pairwise(starts.tolist())
+            for start, stop in pairwise(doc_starts.tolist())
         )
         packed = [*pack(documents_of_indices, seq_len)]
         packed = spread_evenly(packed, len(packed) if max_rows is None else max_rows)
         self._rows = [[segment.ids for segment in row] for row in packed]  # of indices: [n] for each document in a row
-        digest = hashlib.sha256(str([list(map(len, row)) for row in self._rows]).encode())
+        hasher = hashlib.sha256(str([list(map(len, row)) for row in self._rows]).encode())
         for row in self._rows:
-            digest.update(np.concatenate(row).data)
-        for part in (self._tokens, self._labels, self._ids, self._logprobs, self._tail):
-            digest.update(part.numpy().data)
-        self.key = digest.hexdigest()
+            hasher.update(np.concatenate(row).data)
+        for tensor in (self._tokens, self._labels, self._ids, self._logprobs, self._tail):
+            hasher.update(tensor.numpy().data)
+        self.key = hasher.hexdigest()
 
     @property
     def largest_id(self) -> int:
@@ -80,22 +80,22 @@ class TopKRows:
 
     def __getitem__(self, index: int, /) -> dict[str, Tensor]:
         segments = self._rows[index]
-        offsets = torch.from_numpy(np.concatenate(segments))
-        padding = self.seq_len - len(offsets)
-        lengths = [*(len(segment) for segment in segments), padding]
-        numbers = [*range(len(segments)), -1]
+        indices = torch.from_numpy(np.concatenate(segments))
+        pad_length = self.seq_len - len(indices)
+        lengths = [*(len(segment) for segment in segments), pad_length]
+        document_ids = [*range(len(segments)), -1]
 
         def pad(values: Tensor, fill: int = 0) -> Tensor:
-            return torch.cat([values, values.new_full((padding, *values.shape[1:]), fill)])
+            return torch.cat([values, values.new_full((pad_length, *values.shape[1:]), fill)])
 
         return {
-            "input_ids": pad(self._tokens[offsets].long()),
-            "labels": pad(self._labels[offsets].long(), IGNORE),
+            "input_ids": pad(self._tokens[indices].long()),
+            "labels": pad(self._labels[indices].long(), IGNORE),
             "positions": torch.cat([torch.arange(length) for length in lengths]),
-            "documents": torch.tensor(numbers).repeat_interleave(torch.tensor(lengths)),
-            "top_ids": pad(self._ids[offsets].long()),
-            "top_logprobs": pad(self._logprobs[offsets].float()),
-            "tail": pad(self._tail[offsets].float()),
+            "documents": torch.tensor(document_ids).repeat_interleave(torch.tensor(lengths)),
+            "top_ids": pad(self._ids[indices].long()),
+            "top_logprobs": pad(self._logprobs[indices].float()),
+            "tail": pad(self._tail[indices].float()),
         }
 
 
@@ -116,18 +116,18 @@ def load_top_k_rows(
     tokenizer = bind_arguments(tokenizer, config.chat_template_kwargs, config.template, f"data.{KWARGS}")
     counts = records.Counts(dict.fromkeys(("responses", "without_top_k", "retokenised", "unsupervised", "refused"), 0))
     examples = list(_read_examples(config, tokenizer, seq_len, split, counts))
-    figures = " ".join(f"{name}={count}" for name, count in counts.items())
+    counts_text = " ".join(f"{name}={count}" for name, count in counts.items())
     if join_processes().is_main_process:
-        print(f"data top-k split={split} {figures}", flush=True)
+        print(f"data top-k split={split} {counts_text}", flush=True)
         records.warn_of_unused(counts, counts.first)
     if not examples:
         raise UserError(
             f"data path={', '.join(config.path)}: no response with the target's top-k for the {split} split (found "
-            f"{figures}); {counts.first or 'make more of them with outrider generate-responses top_k_logits=K'}"
+            f"{counts_text}); {counts.first or 'make more of them with outrider generate-responses top_k_logits=K'}"
         )
-    widths = {top.ids.shape[1] for _, _, top in examples}
-    if len(widths) > 1:
-        raise UserError(f"data path={', '.join(config.path)}: top-k of several k ({sorted(widths)}); give one run's")
+    k_values = {top.ids.shape[1] for _, _, top in examples}
+    if len(k_values) > 1:
+        raise UserError(f"data path={', '.join(config.path)}: top-k of several k ({sorted(k_values)}); give one run's")
     return TopKRows(examples, seq_len, max_rows)
 
 
@@ -146,20 +146,20 @@ def _read_examples(
         if response.top is None:
             counts["without_top_k"] += 1
             continue
-        documents = []
+        examples = []
         with counts.count_refused("responses"):
             require_rows(response.top.ids.numpy(), tokenizer, f"{file}: {response.record['id']}")
-            documents = top_k_documents(response, tokenizer, config.template)
-            counts["retokenised"] += not documents
-        for document, positions, top in documents:
+            examples = top_k_documents(response, tokenizer, config.template)
+            counts["retokenised"] += not examples
+        for document, positions, top in examples:
             is_within = (positions > 0) & (positions < seq_len)
             if not is_within.any():
                 counts["unsupervised"] += 1
                 continue
-            text = Document(document.ids[:seq_len], document.supervised[:seq_len], indivisible=True)
+            cut_document = Document(document.ids[:seq_len], document.supervised[:seq_len], indivisible=True)
             top = top.at(torch.from_numpy(np.flatnonzero(is_within)))
             top = TopK(top.tokens.int(), top.ids.int(), top.logprobs.half(), top.tail.half())  # as rows have them
-            yield text, positions[is_within], top
+            yield cut_document, positions[is_within], top
 
 
 def _to_record(response: Response, file: Path, counts: records.Counts) -> records.Record | None:

@@ -80,8 +80,8 @@ class AutoConfig(RunConfig):
         for kind in () if self.train == "auto" else self.train:
             require(kind in TRAINABLE, "train", kind, f"one of {', '.join(TRAINABLE)}")
         self._check_server()
-        name = PurePath(self.tokenizer or self.target).name.removesuffix(".gguf")
-        object.__setattr__(self, "out_dir", self.out_dir.replace(NAME, name))
+        target_name = PurePath(self.tokenizer or self.target).name.removesuffix(".gguf")
+        object.__setattr__(self, "out_dir", self.out_dir.replace(NAME, target_name))
 
     def _check_server(self) -> None:
         if self.server is None:

@@ -7,7 +7,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import BeforeValidator
 
 from outrider.base.errors import require
-from outrider.base.settings import DEFAULT, Count, Positive, RunConfig, Settings, Share, free, if_given, only, opt
+from outrider.base.settings import DEFAULT, Count, Positive, RunConfig, Settings, Share, free, only, opt, unless_null
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.targets.settings import (
     DFLASH,
@@ -90,11 +90,11 @@ class Distillation(Settings):
 
     def check_fields(self) -> None:
         self.require("parallel", self.parallel != 1, "0, or 2 tokens or more")
-        weights, has_drafts = self.position_weights, self.parallel > 0
-        why = "none without parallel: then each token begins a draft"
-        self.require("position_weights", weights == "none" or has_drafts, why)
-        why = "another with objective=cross_entropy: cat needs the target's distribution"
-        self.require("position_weights", weights != "cat" or self.objective != "cross_entropy", why)
+        weighting, has_drafts = self.position_weights, self.parallel > 0
+        expected = "none without parallel: then each token begins a draft"
+        self.require("position_weights", weighting == "none" or has_drafts, expected)
+        expected = "another with objective=cross_entropy: cat needs the target's distribution"
+        self.require("position_weights", weighting != "cat" or self.objective != "cross_entropy", expected)
 
     @property
     def online(self) -> bool:
@@ -179,10 +179,10 @@ class CalibrateConfig(TargetOrTokenizer, Rehearsed, RunConfig):
 
     def check_fields(self) -> None:
         require_heldout(self.data, "the head is judged on held-out text")
-        recordable = self.answers == "target" or self.data.source == "local"
-        self.require("answers", recordable, "target without data=responses")
-        decodes = self.tokenizer is not None and self.answers == "target"
-        self.require("answers", not decodes, "recorded with tokenizer=, as no target is there to decode")
+        has_answers = self.answers == "target" or self.data.source == "local"
+        self.require("answers", has_answers, "target without data=responses")
+        lacks_target = self.tokenizer is not None and self.answers == "target"
+        self.require("answers", not lacks_target, "recorded with tokenizer=, as no target is there to decode")
 
 
 @dataclass(frozen=True)
@@ -193,10 +193,10 @@ class DrafterConfig(Settings):
     """model directory, GGUF file or Hub name"""
     revision: str | None = free(None, "of that model on the Hub", debug=None)
     layers: Count | None = opt(None, "of a new drafter, instead of `path`", debug=3)
-    hidden: Count | None = opt(None, "width", debug=if_given(TINY_SHAPE["hidden"]))
-    heads: Count | None = opt(None, "of attention", debug=if_given(TINY_SHAPE["heads"]))
-    kv_heads: Count | None = opt(None, "null: heads", debug=if_given(TINY_SHAPE["kv_heads"]))
-    intermediate: Count | None = opt(None, "width inside the MLPs", debug=if_given(TINY_SHAPE["intermediate"]))
+    hidden: Count | None = opt(None, "width", debug=unless_null(TINY_SHAPE["hidden"]))
+    heads: Count | None = opt(None, "of attention", debug=unless_null(TINY_SHAPE["heads"]))
+    kv_heads: Count | None = opt(None, "null: heads", debug=unless_null(TINY_SHAPE["kv_heads"]))
+    intermediate: Count | None = opt(None, "width inside the MLPs", debug=unless_null(TINY_SHAPE["intermediate"]))
     tied: bool = opt(False, "from a shape: one matrix for embedding and head")
 
     def check_fields(self) -> None:
@@ -240,20 +240,20 @@ class FinetuneConfig(Distillation, TargetOrTokenizer, DrafterTraining, Rehearsed
     def check_fields(self) -> None:
         self.require_one()
         require_teacher(self)
-        unseen = self.tokenizer is not None
+        has_only_tokenizer = self.tokenizer is not None
         expected = "cached, or objective=cross_entropy, with tokenizer=: an online teacher is a whole target"
-        self.require("teacher", not (unseen and self.online), expected)
-        on_text, fits = self.on_policy == 0, 1 <= self.on_policy_tokens < self.seq_len
-        target_at_hand = "0 without a target in the loop: give a divergence as objective and teacher=online"
-        self.require("on_policy", on_text or self.online, target_at_hand)
-        self.require("on_policy_tokens", on_text or fits, f"at least 1 and less than seq_len ({self.seq_len})")
-        steady = on_text or self.minutes is None
-        self.require("minutes", steady, "null with on_policy: its steps take longer than the others")
-        compatible = not (self.parallel and self.lora_rank)
-        self.require("lora_rank", compatible, "0 with parallel: adapters do not train the mask token's embedding")
-        adapted = self.lora_rank == 0 or self.drafter.path is not None
-        finished = "0 for a drafter from random weights, which adapters cannot train; or drafter.path"
-        self.require("lora_rank", adapted, finished)
+        self.require("teacher", not (has_only_tokenizer and self.online), expected)
+        is_off_policy, fits = self.on_policy == 0, 1 <= self.on_policy_tokens < self.seq_len
+        expected_online = "0 without a target in the loop: give a divergence as objective and teacher=online"
+        self.require("on_policy", is_off_policy or self.online, expected_online)
+        self.require("on_policy_tokens", is_off_policy or fits, f"at least 1 and less than seq_len ({self.seq_len})")
+        allows_minutes = is_off_policy or self.minutes is None
+        self.require("minutes", allows_minutes, "null with on_policy: its steps take longer than the others")
+        allows_lora = not (self.parallel and self.lora_rank)
+        self.require("lora_rank", allows_lora, "0 with parallel: adapters do not train the mask token's embedding")
+        has_base = self.lora_rank == 0 or self.drafter.path is not None
+        expected_base = "0 for a drafter from random weights, which adapters cannot train; or drafter.path"
+        self.require("lora_rank", has_base, expected_base)
         self.require("lora_alpha", self.lora_alpha is None or self.lora_rank > 0, "null without a lora_rank")
 
 
@@ -267,7 +267,7 @@ class HeadTraining(Settings):
     objective: Objective = opt("forward_kl", "see draft_models/losses.py; cross_entropy: on the text's tokens")
     taps: Annotated[tuple[NotNegative, ...], _NEW] = opt((), debug=())
     """boundaries of the target's layers, 0 its embedding; none: a low, a middle and a high one"""
-    intermediate: Annotated[Count | None, _NEW] = opt(None, debug=if_given(TINY_SHAPE["intermediate"]))
+    intermediate: Annotated[Count | None, _NEW] = opt(None, debug=unless_null(TINY_SHAPE["intermediate"]))
     """width inside its MLP; null: the target's"""
     train_head: bool = opt(True, "false: keep the initial matrix of its logits")
     position_weights: Literal["decay", PositionWeights] = "decay"
@@ -276,7 +276,7 @@ class HeadTraining(Settings):
     step_decay: Annotated[Share, only(position_weights="decay")] = opt(0.8, "weight of a step over the one before")
     frozen_dtype: Literal["fast", FloatDtype] = "fast"
     """of the target's layers, which are not trained; fast: bfloat16, or float32 on a CPU without instructions for it"""
-    features: str | None = free("auto", debug=if_given("auto"))
+    features: str | None = free("auto", debug=unless_null("auto"))
     """a folder for what the target makes of the rows of text: filled at first, then read instead of running the target;
     auto: in out_dir until the end, if the text is read again and half of the disk's free space suffices; null: it runs
     along"""
@@ -308,14 +308,14 @@ class Eagle3Config(HeadTraining, DrafterTraining, Rehearsed, RunConfig):
     out_dir: str = free("runs/eagle3", "where everything goes")
 
     def check_fields(self) -> None:
-        started = self.start is not None or not self.reading.overrides
-        require(started, "reading", str(self.reading), "nothing without start=, which it is about")
-        latest = self.start != TARGET or self.revision is None
-        self.require("revision", latest, "null with start=target, whose head is looked for in the latest one")
+        has_start = self.start is not None or not self.reading.overrides
+        require(has_start, "reading", str(self.reading), "nothing without start=, which it is about")
+        is_latest = self.start != TARGET or self.revision is None
+        self.require("revision", is_latest, "null with start=target, whose head is looked for in the latest one")
         has_all_steps = self.keep == 1 or self.position_weights != "dpace"
         self.require("keep", has_all_steps, "1 with position_weights=dpace, whose weights are sums over whole drafts")
-        longest = self.seq_len - 2
-        self.require("draft_steps", self.draft_steps <= longest, f"at most seq_len - 2 ({longest})")
+        max_steps = self.seq_len - 2
+        self.require("draft_steps", self.draft_steps <= max_steps, f"at most seq_len - 2 ({max_steps})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,8 +333,8 @@ class DSparkConfig(HeadTraining, DrafterTraining, Rehearsed, RunConfig):
     out_dir: str = free("runs/dspark", "where everything goes")
 
     def check_fields(self) -> None:
-        longest = self.seq_len - 2
-        self.require("block", self.block <= longest, f"at most seq_len - 2 ({longest})")
+        max_block = self.seq_len - 2
+        self.require("block", self.block <= max_block, f"at most seq_len - 2 ({max_block})")
 
 
 HeadConfig = Eagle3Config | DSparkConfig
@@ -342,13 +342,13 @@ HeadConfig = Eagle3Config | DSparkConfig
 
 def require_teacher(config: EesdConfig | FinetuneConfig) -> None:
     """Raise `UserError` for cached distributions where there can be none."""
-    cached = config.teacher == "cached"
-    config.require("debug", not (config.debug and cached), "teacher=online: a tiny target has no cached answers")
+    is_cached = config.teacher == "cached"
+    config.require("debug", not (config.debug and is_cached), "teacher=online: a tiny target has no cached answers")
     expected = "a divergence as objective and data=local with the responses of generate-responses (top_k_logits=K)"
-    is_stored = not cached or (config.distils and config.data.source == "local")
+    is_stored = not is_cached or (config.distils and config.data.source == "local")
     config.require("teacher", is_stored, f"online; cached needs {expected}")
 
 
-def require_heldout(data: DataConfig, why: str) -> None:
+def require_heldout(data: DataConfig, reason: str) -> None:
     fraction = data.heldout_fraction
-    require(fraction > 0, "data.heldout_fraction", fraction, f"more than 0: {why}")
+    require(fraction > 0, "data.heldout_fraction", fraction, f"more than 0: {reason}")

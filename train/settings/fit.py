@@ -59,38 +59,38 @@ class FitConfig(Settings):
         assert self.epochs is not None
         return max(1, math.ceil(self.epochs * row_count / self.batch_rows))
 
-    def require_processes(self, processes: int) -> None:
+    def require_processes(self, process_count: int) -> None:
         """Raise `UserError` for what so many processes, their launcher or this machine's packages cannot do."""
-        self.micro_rows(processes)
+        self.micro_rows(process_count)
         self.wandb.is_on()  # raises `UserError` for a missing package or key
-        is_split = any(os.environ.get(f"ACCELERATE_USE_{name}") == "true" for name in ("DEEPSPEED", "FSDP"))
-        if self.optimizer == "muon" and is_split:
+        is_sharded = any(os.environ.get(f"ACCELERATE_USE_{name}") == "true" for name in ("DEEPSPEED", "FSDP"))
+        if self.optimizer == "muon" and is_sharded:
             raise UserError("optimizer=muon: works on whole matrices; use adamw with DeepSpeed and FSDP, or DDP")
 
-    def micro_rows(self, processes: int) -> int:
+    def micro_rows(self, process_count: int) -> int:
         """Rows in one forward of one process; raises `UserError` if `batch_rows` does not split evenly."""
-        even = self.batch_rows % processes == 0
-        self.require("batch_rows", even, f"a multiple of the number of processes ({processes})")
-        rows_of_process = self.batch_rows // processes
+        splits_evenly = self.batch_rows % process_count == 0
+        self.require("batch_rows", splits_evenly, f"a multiple of the number of processes ({process_count})")
+        rows_of_process = self.batch_rows // process_count
         micro = self.micro_batch_rows or rows_of_process
         if rows_of_process % micro:
             raise UserError(
                 f"micro_batch_rows={micro}: must divide batch_rows / processes = {self.batch_rows} / "
-                f"{processes} = {rows_of_process}; null takes all of it"
+                f"{process_count} = {rows_of_process}; null takes all of it"
             )
         return micro
 
-    def lr_scale(self, step: int, total: int) -> float:
-        """Factor on every learning rate at `step` (0-based) of `total`: linear warm-up, then the schedule.
+    def lr_scale(self, step: int, total_steps: int) -> float:
+        """Factor on every learning rate at `step` (0-based) of `total_steps`: linear warm-up, then the schedule.
 
-        `linear` and `cosine` reach 0 at `total`, so the last step still moves.
+        `linear` and `cosine` reach 0 at `total_steps`, so the last step still moves.
         """
-        warmup = math.ceil(self.warmup * total) if self.warmup < 1 else int(self.warmup)
-        if self.warmup >= 1 and (self.steps is None or total < self.steps):
-            warmup = min(warmup, total // 2)
-        if step < warmup:
-            return (step + 1) / (warmup + 1)
-        fraction = 1.0 - (step - warmup) / max(1, total - warmup)
+        warmup_steps = math.ceil(self.warmup * total_steps) if self.warmup < 1 else int(self.warmup)
+        if self.warmup >= 1 and (self.steps is None or total_steps < self.steps):
+            warmup_steps = min(warmup_steps, total_steps // 2)
+        if step < warmup_steps:
+            return (step + 1) / (warmup_steps + 1)
+        fraction_left = 1.0 - (step - warmup_steps) / max(1, total_steps - warmup_steps)
         if self.schedule == "constant":
             return 1.0
-        return fraction if self.schedule == "linear" else 0.5 * (1.0 - math.cos(math.pi * fraction))
+        return fraction_left if self.schedule == "linear" else 0.5 * (1.0 - math.cos(math.pi * fraction_left))

@@ -47,5 +47,5 @@ class ForecastConfig(RunConfig):
         )
         for kind in self.kinds:
             require(kind in FORECAST_KINDS, "kinds", kind, f"one of {', '.join(FORECAST_KINDS)}")
-        rising = len(self.shares) > 1 and [*self.shares] == sorted({*self.shares})
-        self.require("shares", rising, "two or more, each more than the one before")
+        is_ascending = len(self.shares) > 1 and [*self.shares] == sorted({*self.shares})
+        self.require("shares", is_ascending, "two or more, each more than the one before")

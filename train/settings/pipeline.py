@@ -86,9 +86,9 @@ class PipelineConfig(RunConfig):
 
     def check_fields(self) -> None:
         require(bool(self.steps), "steps", list(self.steps), "at least one step; choose an experiment, or see STEPS")
-        for choices, steps in ((STEPS, self.steps), (self.steps, self.more)):
-            for name, options in steps.items():
-                require(name in choices, "steps", name, f"one of {', '.join(choices)}")
+        for allowed_steps, step_options in ((STEPS, self.steps), (self.steps, self.more)):
+            for name, options in step_options.items():
+                require(name in allowed_steps, "steps", name, f"one of {', '.join(allowed_steps)}")
                 for key in options:
                     expected = f"none of {', '.join(_SET_BY_PIPELINE)}: the pipeline gives them"
                     require(key not in _SET_BY_PIPELINE, f"steps.{name}", key, expected)
@@ -108,29 +108,29 @@ class PipelineConfig(RunConfig):
         """The names of the steps that run, in order."""
         return [name for name in STEPS if name in self.steps and not (self.target and name in TARGET_STEPS)]
 
-    def scaled_minutes(self, name: str) -> float:
+    def scaled_minutes(self, step_name: str) -> float:
         """The minutes that the experiment gives a step, scaled for `minutes`; 0 if it gives none."""
-        minutes = self._time_scale() * self._written_limit(name)
+        minutes = self._time_scale() * self._written_limit(step_name)
         return minutes if self.minutes is None else float(f"{minutes:.3g}")
 
-    def estimate_minutes(self, name: str) -> float | None:
+    def estimate_minutes(self, step_name: str) -> float | None:
         """The minutes that a step takes with its limit; None if unknown."""
-        minutes = None if self.debug else self.expected_minutes.get(name)
-        return minutes and minutes + (self._time_scale() - 1) * self._written_limit(name)
+        minutes = None if self.debug else self.expected_minutes.get(step_name)
+        return minutes and minutes + (self._time_scale() - 1) * self._written_limit(step_name)
 
-    def _written_limit(self, name: str) -> float:
-        minutes = self.steps[name].get(MINUTES)
+    def _written_limit(self, step_name: str) -> float:
+        minutes = self.steps[step_name].get(MINUTES)
         return float(minutes) if isinstance(minutes, int | float) else 0.0
 
     def _time_scale(self) -> float:
         """The factor of limits with which all steps together take `minutes`. Raises `UserError` if there is none."""
         if self.minutes is None:
             return 1.0
-        unknown = [name for name in self.to_do if name not in self.expected_minutes]
-        self.require(MINUTES, not unknown, f"null: how long {', '.join(unknown)} will take is not known")
+        unknown_steps = [name for name in self.to_do if name not in self.expected_minutes]
+        self.require(MINUTES, not unknown_steps, f"null: how long {', '.join(unknown_steps)} will take is not known")
         self.require(MINUTES, not self.debug, "null with debug=true, where everything is small already")
         limited_minutes = sum(map(self._written_limit, self.to_do))
-        loading = sum(self.expected_minutes[name] for name in self.to_do) - limited_minutes
-        self.require(MINUTES, self.minutes > loading, f"more than the {loading:.1f} of loading, counting and saving")
+        overhead = sum(self.expected_minutes[name] for name in self.to_do) - limited_minutes
+        self.require(MINUTES, self.minutes > overhead, f"more than the {overhead:.1f} of loading, counting and saving")
         self.require(MINUTES, limited_minutes > 0, "null: no step of the experiment has minutes that could change")
-        return (self.minutes - loading) / limited_minutes
+        return (self.minutes - overhead) / limited_minutes

@@ -28,23 +28,23 @@ from outrider.inference.drafters.plugin import ModelOptions
 from outrider.inference.settings.method import MethodConfig
 
 
-def block_mask(mask: Mask, positions: Tensor, window: int | None, causal: bool) -> Mask:
+def block_mask(chain_mask: Mask, positions: Tensor, window: int | None, causal: bool) -> Mask:
     """The mask of a layer for a block at `positions` [1, n], whose slots are its positions.
 
     mask: what the session would give a chain, of the same shape; None: of a single row. Padding rows of a pass of fixed
     shape stand at the first position, so the largest position is that of the block's last row.
     """
-    if isinstance(mask, TextMasks):
-        texts = zip(mask.masks, positions.split(mask.rows, dim=1), strict=True)
-        return replace(mask, masks=tuple(block_mask(*text, window, causal) for text in texts))
-    if not isinstance(mask, Tensor):
-        return mask
-    rows = positions[0, :, None]  # [n, 1]
-    columns = torch.arange(mask.shape[-1], device=mask.device)  # [keys]
-    visible = columns <= (rows if causal else rows.max())  # [n or 1, keys]
+    if isinstance(chain_mask, TextMasks):
+        text_blocks = zip(chain_mask.masks, positions.split(chain_mask.rows, dim=1), strict=True)
+        return replace(chain_mask, masks=tuple(block_mask(*text_block, window, causal) for text_block in text_blocks))
+    if not isinstance(chain_mask, Tensor):
+        return chain_mask
+    row_positions = positions[0, :, None]  # [n, 1]
+    key_positions = torch.arange(chain_mask.shape[-1], device=chain_mask.device)  # [keys]
+    visible = key_positions <= (row_positions if causal else row_positions.max())  # [n or 1, keys]
     if window is not None:
-        visible = visible & ((columns - rows).abs() < window)
-    return additive_mask(visible.expand(len(rows), -1), mask.dtype)
+        visible = visible & ((key_positions - row_positions).abs() < window)
+    return additive_mask(visible.expand(len(row_positions), -1), chain_mask.dtype)
 
 
 class BlockPasses(BesideTarget):
@@ -67,8 +67,8 @@ class BlockPasses(BesideTarget):
 
     def _store_context(self) -> None:
         """Store the pending positions."""
-        drafter, count = self.drafter, self._aux_hidden.shape[1]
-        if not count:
+        drafter, pending_count = self.drafter, self._aux_hidden.shape[1]
+        if not pending_count:
             return
 
         def context_pass(aux: Tensor, view: View) -> tuple[Tensor]:
@@ -76,8 +76,8 @@ class BlockPasses(BesideTarget):
             drafter.store_context(features, view.rotary, view.cache)
             return (features,)
 
-        self.session.run_rows("context", context_pass, self._aux_hidden, chain_parents(0, count))
-        self.session.commit(range(count))
+        self.session.run_rows("context", context_pass, self._aux_hidden, chain_parents(0, pending_count))
+        self.session.commit(range(pending_count))
         self._aux_hidden = self._aux_hidden[:, :0]
 
     def run_pass(self, tokens: Tensor) -> Tensor:
@@ -86,18 +86,18 @@ class BlockPasses(BesideTarget):
         drafter, reading = self.drafter, self.drafter.reading
 
         def block_pass(tokens: Tensor, view: View) -> tuple[Tensor, Tensor]:
-            chain, spans = view.masks()[reading.windows[0]], reading.spans
-            masks = {span: block_mask(chain, view.positions, *span) for span in {*spans}}
-            of_layers = [masks[span] for span in spans]
-            hidden = drafter.run(drafter.embed(tokens[None]), of_layers, view.rotary, view.cache)
+            chain_mask, window_causal = view.masks()[reading.windows[0]], reading.spans
+            mask_by_span = {span: block_mask(chain_mask, view.positions, *span) for span in {*window_causal}}
+            layer_masks = [mask_by_span[span] for span in window_causal]
+            hidden = drafter.run(drafter.embed(tokens[None]), layer_masks, view.rotary, view.cache)
             return hidden, drafter.draft_logits(hidden)
 
         hidden, logits = self.session.run_rows("block", block_pass, tokens, chain_parents(0, len(tokens)))
         self.session.first_cache.keep(self.session.base, ())
         self.session.start_round()
-        first = 0 if reading.sample_from_anchor else 1
-        self.hidden = hidden[0, first:]
-        return logits[0, first:]
+        first_row = 0 if reading.sample_from_anchor else 1
+        self.hidden = hidden[0, first_row:]
+        return logits[0, first_row:]
 
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
         return self.run_pass(tokens)

@@ -84,8 +84,8 @@ class Eagle3DraftModel(BesideTarget):
 
         features = self._outputs[-1:] if list(parents) == [len(self._outputs) - 1] else self._outputs[list(parents)]
         x = torch.cat([head.embed(tokens), features], dim=-1)[None]
-        before = self._pairs - 1  # rows of the session before the draft's row 0, the root
-        out, logits = self.session.run_rows("drafted", drafted_pass, x, [parent + before for parent in parents])
+        row_offset = self._pairs - 1  # rows of the session before the draft's row 0, the root
+        out, logits = self.session.run_rows("drafted", drafted_pass, x, [parent + row_offset for parent in parents])
         self.hidden = out[0]
         self._outputs = torch.cat([self._outputs, self.hidden])
         return logits[0]
@@ -94,11 +94,11 @@ class Eagle3DraftModel(BesideTarget):
         aux = self.target_session.aux_hidden(rows)
         if self.session.rows:
             self.session.commit(range(self._pairs))
-            self._aux_hidden, fresh = aux, tokens[1:]  # the root's pair has run
+            self._aux_hidden, new_tokens = aux, tokens[1:]  # the root's pair has run
             self._tokens = self._tokens[:0]
         else:
-            self._aux_hidden, fresh = torch.cat([self._aux_hidden, aux], dim=1), tokens
-        self._tokens = torch.cat([self._tokens, torch.tensor(fresh, dtype=torch.long, device=self._tokens.device)])
+            self._aux_hidden, new_tokens = torch.cat([self._aux_hidden, aux], dim=1), tokens
+        self._tokens = torch.cat([self._tokens, torch.tensor(new_tokens, dtype=torch.long, device=self._tokens.device)])
 
 
 class Eagle3Plugin(HeadPlugin[Eagle3]):

@@ -48,19 +48,19 @@ class EarlyExitDraftModel(BesideTarget):
     def begin(self, session: Session) -> None:
         self.target_session = self.session = session = session.require_layers()  # the only session
         self.cache = session.draft_cache(self.drafter, range(self.split, self.split + len(self.drafter.layers)))
-        prompt = session.hidden
-        self._exit(prompt, 0, logit_count=0)
-        self._pending = prompt[:, :0]  # [1, n, d], hidden states that the exit layer has not read
+        prompt_hidden = session.hidden
+        self._exit(prompt_hidden, 0, logit_count=0)
+        self._pending = prompt_hidden[:, :0]  # [1, n, d], hidden states that the exit layer has not read
 
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
-        start = self.session.rows
+        first_row = self.session.rows
         hidden = self.feed(tokens, parents)
-        pending = self._pending.shape[1]
-        if pending:
+        pending_count = self._pending.shape[1]
+        if pending_count:
             hidden = torch.cat([self._pending, hidden], dim=1)
             self._pending = self._pending[:, :0]
-        hidden, logits = self._exit(hidden, start - pending, len(parents))
-        self.hidden = hidden[0, pending:]
+        hidden, logits = self._exit(hidden, first_row - pending_count, len(parents))
+        self.hidden = hidden[0, pending_count:]
         return logits[0]
 
     def feed(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
@@ -78,19 +78,19 @@ class EarlyExitDraftModel(BesideTarget):
             hidden = drafter.run(hidden, view.masks()[drafter.window], view.rotary, view.cache)
             return hidden, drafter.draft_logits(view.logit_rows(hidden)) if logit_count else hidden[:, :0]
 
-        name = f"exit {id(drafter)}"
-        hidden, logits = self.session.run_draft_layers(name, exit_pass, hidden, start, self.cache, logit_count)
+        pass_name = f"exit {id(drafter)}"
+        hidden, logits = self.session.run_draft_layers(pass_name, exit_pass, hidden, start, self.cache, logit_count)
         return hidden, logits[:, logits.shape[1] - logit_count :]
 
     def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        base = self.session.base
-        extended_rows = max(0, self.cache.length - base)
-        cached_rows = [row for row in rows if row < extended_rows]
+        base_length = self.session.base
+        extended_count = max(0, self.cache.length - base_length)
+        cached_rows = [row for row in rows if row < extended_count]
         if len(cached_rows) < len(rows):
             new_hidden = self.session.hidden[:, list(rows[len(cached_rows) :])]  # [1, n, d]
             self._pending = torch.cat([self._pending, new_hidden], dim=1)
-        if self.cache.length > base:
-            self.cache.keep(base, cached_rows)
+        if self.cache.length > base_length:
+            self.cache.keep(base_length, cached_rows)
 
 
 class EarlyExitPasses(EarlyExitDraftModel):
@@ -129,8 +129,8 @@ class EarlyExitPlugin(TrainedDrafterPlugin[EarlyExit]):
     kind, own_sessions = KIND, True
 
     def identity(self, where: str | None) -> dict[str, object]:
-        weights = None if where is None else self.digest(where)[:16]
-        return {"checkpoint": weights, "calibration": head_identity(KIND, where)}
+        weights_digest = None if where is None else self.digest(where)[:16]
+        return {"checkpoint": weights_digest, "calibration": head_identity(KIND, where)}
 
     def digest(self, where: str) -> str:
         return checkpoint.read_meta(where).weights_sha256
@@ -157,9 +157,9 @@ class EarlyExitPlugin(TrainedDrafterPlugin[EarlyExit]):
             return
         drafter.use_head(require_layers(target).head)
         if drafter.draft_tokens is not None:
-            rows = nn.ModuleList(drafter.shared_head)
-            lay_out(rows, target.device)
-            drafter.shared_head = [*rows]
+            head_modules = nn.ModuleList(drafter.shared_head)
+            lay_out(head_modules, target.device)
+            drafter.shared_head = [*head_modules]
 
     def draft_vocabulary(self, where: str) -> Sequence[int] | None:
         return checkpoint.read_draft_tokens(where)

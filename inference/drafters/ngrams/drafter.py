@@ -32,7 +32,7 @@ _Draft = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # tokens, parents, pa
 _NOTHING: _Draft = (np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))
 
 
-class _OverText(Drafter):
+class TextDrafter(Drafter):
     """Keeps the text as an array of ids and learns every token once, in order.
 
     With nodes=auto it searches for as many nodes as `sizes` chooses, or for the maximum if `sizes` is None.
@@ -40,9 +40,9 @@ class _OverText(Drafter):
 
     def __init__(self, table: TrigramTable, config: NgramConfig):
         self.table, self.config = table, config
-        sizes = SEARCH_SIZES if config.nodes == AUTO else (known_size(config.nodes),)
-        self._nodes = {size: ngram_search.new_nodes(size) for size in sizes}
-        self.max_rows = sizes[-1]
+        node_budgets = SEARCH_SIZES if config.nodes == AUTO else (known_size(config.nodes),)
+        self._nodes = {node_budget: ngram_search.new_nodes(node_budget) for node_budget in node_budgets}
+        self.max_rows = node_budgets[-1]
         self._draft = _NOTHING
 
     def begin(self, session: Session, selector: TokenSelector, watch: Stopwatch) -> None:
@@ -62,13 +62,13 @@ class _OverText(Drafter):
         if depth_limit <= 0:
             return DraftTree(torch.empty(0, dtype=torch.long, device=root.device), (), ())
         tokens, parents, probs = _NOTHING
-        size = self.max_rows if self.sizes is None else self.sizes.search_size()
-        if size:
-            tokens, parents, probs = self._search(self._ids, self._learnt, depth_limit, self._nodes[size])
+        node_budget = self.max_rows if self.sizes is None else self.sizes.search_size()
+        if node_budget:
+            tokens, parents, probs = self._search(self._ids, self._learnt, depth_limit, self._nodes[node_budget])
         if self.sizes is not None:
             assert probs is not None
-            count = self.sizes.count(parents, probs)
-            tokens, parents, probs = self._draft = tokens[:count], parents[:count], probs[:count]
+            node_count = self.sizes.count(parents, probs)
+            tokens, parents, probs = self._draft = tokens[:node_count], parents[:node_count], probs[:node_count]
         return DraftTree(
             torch.from_numpy(tokens).to(root.device),
             tuple(parents.tolist()),
@@ -89,9 +89,9 @@ class _OverText(Drafter):
         self._ids[self._length : self._length + len(tokens)] = tokens
         self._length += len(tokens)
 
-    def _reserve(self, more: int) -> None:
-        if self._length + more > len(self._ids):
-            self._ids = np.concatenate([self._ids, np.zeros(len(self._ids) + more, np.int64)])
+    def _reserve(self, added_count: int) -> None:
+        if self._length + added_count > len(self._ids):
+            self._ids = np.concatenate([self._ids, np.zeros(len(self._ids) + added_count, np.int64)])
 
     @abstractmethod
     def _reset(self) -> None:
@@ -101,15 +101,15 @@ class _OverText(Drafter):
     def _learn(self, ids: np.ndarray, start: int, stop: int) -> None:
         """Learn from ids[start : stop], which follow what was learnt before."""
 
-    def _learn_prompt(self, ids: np.ndarray, stop: int) -> None:
-        self._learn(ids, 0, stop)
+    def _learn_prompt(self, ids: np.ndarray, prompt_end: int) -> None:
+        self._learn(ids, 0, prompt_end)
 
     @abstractmethod
-    def _search(self, ids: np.ndarray, stop: int, depth_limit: int, nodes: ngram_search.Nodes) -> _Draft:
+    def _search(self, ids: np.ndarray, text_end: int, depth_limit: int, nodes: ngram_search.Nodes) -> _Draft:
         """The draft under ids[:stop] of depth at most `depth_limit`, with as many nodes as `nodes` can hold."""
 
 
-class TrigramDrafter(_OverText):
+class TrigramDrafter(TextDrafter):
     """ADED: one order of the table, adapted by Algorithm 2 to prompt and output, searched by PUCT or best-first.
 
     It forgets what it learnt at the end of a text.
@@ -134,18 +134,18 @@ class TrigramDrafter(_OverText):
         if self.config.adapt:
             self.overlay.learn(ids, start, stop)
 
-    def _search(self, ids: np.ndarray, stop: int, depth_limit: int, nodes: ngram_search.Nodes) -> _Draft:
+    def _search(self, ids: np.ndarray, text_end: int, depth_limit: int, nodes: ngram_search.Nodes) -> _Draft:
         config, overlay = self.config, self.overlay
-        context = (overlay.level, overlay.contexts, ids, stop, self.table.vocabulary, min(depth_limit, config.depth))
+        args = (overlay.level, overlay.contexts, ids, text_end, self.table.vocabulary, min(depth_limit, config.depth))
         if config.search == "best_first":
-            return _draft_of(nodes, ngram_search.search_best_first(*context, nodes, self._states))
-        size = (config.widest, self._explore, config.sentences)
-        count = ngram_search.search_by_puct(*context, *size, self._seed, self._tree, self._scratch, nodes)
-        tokens, parents, _ = _draft_of(nodes, count)
+            return _draft_of(nodes, ngram_search.search_best_first(*args, nodes, self._states))
+        puct_args = (config.widest, self._explore, config.sentences)
+        node_count = ngram_search.search_by_puct(*args, *puct_args, self._seed, self._tree, self._scratch, nodes)
+        tokens, parents, _ = _draft_of(nodes, node_count)
         return tokens, parents, None  # scores of sentences are not path probabilities
 
 
-class MixedDrafter(_OverText):
+class MixedDrafter(TextDrafter):
     """The `Mixture`, best-first. Uses the orders 2 to 4 that the table has, and its suffixes.
 
     Its rows of a round are the root and the nodes in order, as it shares nothing with the target.
@@ -163,17 +163,17 @@ class MixedDrafter(_OverText):
 
     def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
         if self.top_count:
-            rows, continuations = self._session.top_tokens_of_rows()
-            drafted = tree.tokens.cpu().numpy(), np.array(tree.parents, np.int64)
-            self._verified = (self._length + 1, *drafted, np.array(rows, np.int64), continuations.cpu().numpy())
+            rows, top_tokens = self._session.top_tokens_of_rows()
+            draft_arrays = tree.tokens.cpu().numpy(), np.array(tree.parents, np.int64)
+            self._verified = (self._length + 1, *draft_arrays, np.array(rows, np.int64), top_tokens.cpu().numpy())
         super().commit(tree, nodes, tokens)
 
     def _reset(self) -> None:
         self._verified = None
         self.mixture.reset()
 
-    def _learn_prompt(self, ids: np.ndarray, stop: int) -> None:
-        self.mixture.learn_prompt(ids, stop)
+    def _learn_prompt(self, ids: np.ndarray, prompt_end: int) -> None:
+        self.mixture.learn_prompt(ids, prompt_end)
 
     def _learn(self, ids: np.ndarray, start: int, stop: int) -> None:
         self.mixture.learn(ids, start, stop)
@@ -181,13 +181,13 @@ class MixedDrafter(_OverText):
             recycle(self.mixture.recycled, ids, *self._verified)
             self._verified = None
 
-    def _search(self, ids: np.ndarray, stop: int, depth_limit: int, nodes: ngram_search.Nodes) -> _Draft:
-        return _draft_of(nodes, self.mixture.search(ids, stop, min(depth_limit, self.config.depth), nodes))
+    def _search(self, ids: np.ndarray, text_end: int, depth_limit: int, nodes: ngram_search.Nodes) -> _Draft:
+        return _draft_of(nodes, self.mixture.search(ids, text_end, min(depth_limit, self.config.depth), nodes))
 
 
-def _draft_of(nodes: ngram_search.Nodes, count: int) -> _Draft:
-    tokens, parents = nodes.tree[:, :count].copy()
-    return tokens, parents, nodes.ranked[:count].copy()
+def _draft_of(nodes: ngram_search.Nodes, node_count: int) -> _Draft:
+    tokens, parents = nodes.tree[:, :node_count].copy()
+    return tokens, parents, nodes.ranked[:node_count].copy()
 
 
 def make_ngram_drafter(
@@ -203,16 +203,16 @@ def make_ngram_drafter(
     return drafter
 
 
-def open_table(where: str, digest: str, vocabulary: int | None = None) -> TrigramTable:
-    """The n-gram table in `where`.
+def open_table(table_path: str, tokenizer_digest: str, vocab_size: int | None = None) -> TrigramTable:
+    """The n-gram table in `table_path`.
 
     digest: `vocabulary_digest` of the target's tokenizer; vocabulary: the target's size, which bounds every id. Raises
     `UserError` for a table of another tokenizer, or a damaged one.
     """
-    table = TrigramTable.open(where)
-    table.require_tokenizer(digest, f"table={where}")
-    if vocabulary is not None:
-        table.require_rows(vocabulary, f"table={where}")
+    table = TrigramTable.open(table_path)
+    table.require_tokenizer(tokenizer_digest, f"table={table_path}")
+    if vocab_size is not None:
+        table.require_rows(vocab_size, f"table={table_path}")
     return table
 
 
@@ -221,9 +221,9 @@ class NgramPlugin(DrafterPlugin[TrigramTable | None]):
         return {"table": None if where is None else table_digest(Path(where))[:16]}
 
     def training_record(self, where: str) -> TrainingRecord:
-        corpus = TrainingRecord.of({"data": map_table(Path(where))[0].facts.get("corpus")}).data or {}
+        corpus_facts = TrainingRecord.of({"data": map_table(Path(where))[0].facts.get("corpus")}).data or {}
         return TrainingRecord(
-            data={key: value for key, value in corpus.items() if key not in ("text", "digest", "bytes")} or None
+            data={key: value for key, value in corpus_facts.items() if key not in ("text", "digest", "bytes")} or None
         )
 
     def load(

@@ -23,7 +23,7 @@ from outrider.draft_models.ngrams.suffixes import LEAST, Suffixes, count_success
 from outrider.draft_models.ngrams.table import Level, TrigramTable, make_level
 from outrider.inference.drafters.ngrams.ngram_mixing import (
     CORPUS_ORDERS,
-    TAIL,
+    MAX_READ,
     MixtureWeights,
     class_of,
     level_context,
@@ -62,61 +62,61 @@ def _add_evidence(weights, count, source, class_index, prob):
 @lean
 def _add_text_evidence(sources, count, length, token, scratch):
     contexts, slots = sources.contexts, scratch.slots
-    for size in range(text_contexts(contexts, scratch.recent, length, sources.longest, slots), 0, -1):
-        slot = slots[size - 1]
-        prob, entry, seen = 0.0, contexts.slots[slot].head, 0
-        while entry >= 0 and seen < TAIL:
-            if contexts.entries[entry].token == token:
-                prob = contexts.entries[entry].weight / contexts.slots[slot].sum
+    for context_size in range(text_contexts(contexts, scratch.recent, length, sources.longest, slots), 0, -1):
+        slot = slots[context_size - 1]
+        prob, entry_index, read_count = 0.0, contexts.slots[slot].head, 0
+        while entry_index >= 0 and read_count < MAX_READ:
+            if contexts.entries[entry_index].token == token:
+                prob = contexts.entries[entry_index].weight / contexts.slots[slot].sum
                 break
-            entry, seen = contexts.entries[entry].following, seen + 1
-        count = _add_evidence(sources.weights, count, 2 + size, text_class(contexts, slot), prob)
+            entry_index, read_count = contexts.entries[entry_index].following, read_count + 1
+        count = _add_evidence(sources.weights, count, 2 + context_size, text_class(contexts, slot), prob)
     return count
 
 
 @lean
 def _add_recycled_evidence(sources, count, length, token, scratch):
     recycled, slots = sources.recycled, scratch.slots
-    for size in range(overlay.find_recycled(recycled, scratch.recent, length, slots), 0, -1):
-        row = slots[size - 1]
-        if row < 0:
+    for context_size in range(overlay.find_recycled(recycled, scratch.recent, length, slots), 0, -1):
+        recycled_row = slots[context_size - 1]
+        if recycled_row < 0:
             continue
         prob = 0.0
         for j in range(recycled.tokens.shape[1]):
-            if recycled.tokens[row, j] == token:
-                prob = np.float64(recycled.probs[row, j])
+            if recycled.tokens[recycled_row, j] == token:
+                prob = np.float64(recycled.probs[recycled_row, j])
                 break
-        class_index = class_of(recycled.seen[row], recycled.probs[row, 0])
-        count = _add_evidence(sources.weights, count, 2 + sources.longest + size, class_index, prob)
+        class_index = class_of(recycled.seen[recycled_row], recycled.probs[recycled_row, 0])
+        count = _add_evidence(sources.weights, count, 2 + sources.longest + context_size, class_index, prob)
     return count
 
 
 @lean
 def _add_suffix_evidence(sources, count, length, token, scratch):
-    suffixes, occurrences = sources.suffixes, scratch.occurrences
+    suffixes, work = sources.suffixes, scratch.occurrences
     first_source = 3 + sources.longest + sources.recycled.longest
-    longest, narrow = find_suffixes(suffixes, scratch.recent, length, occurrences)
-    for size in range(longest, LEAST - 1, -1):
-        distinct, largest, seen = count_successors(suffixes, size, narrow, occurrences)
+    longest_suffix, near_from = find_suffixes(suffixes, scratch.recent, length, work)
+    for context_size in range(longest_suffix, LEAST - 1, -1):
+        distinct_count, top_count, sampled_count = count_successors(suffixes, context_size, near_from, work)
         prob = 0.0
-        for i in range(distinct):
-            if occurrences.tokens[i] == token:
-                prob = occurrences.counts[i] / seen
-        class_index = class_of(occurrences.number[size], largest / seen)
-        count = _add_evidence(sources.weights, count, first_source + size - LEAST, class_index, prob)
+        for i in range(distinct_count):
+            if work.tokens[i] == token:
+                prob = work.counts[i] / sampled_count
+        class_index = class_of(work.number[context_size], top_count / sampled_count)
+        count = _add_evidence(sources.weights, count, first_source + context_size - LEAST, class_index, prob)
     return count
 
 
 @lean
 def _add_level_evidence(sources, level, size, count, length, token, scratch):
-    index, class_index = level_context(level, scratch.recent, length, size, sources.vocabulary)
-    if index < 0:
+    context_index, class_index = level_context(level, scratch.recent, length, size, sources.vocabulary)
+    if context_index < 0:
         return count
     prob = 0.0
-    begin, end = successors_of(level.starts, level.tokens, index)
-    for at in range(begin, min(end, begin + TAIL)):
-        if level.tokens[at] == token:
-            prob = level.counts[at] / max(level.totals[index], 1)
+    begin, end = successors_of(level.starts, level.tokens, context_index)
+    for successor in range(begin, min(end, begin + MAX_READ)):
+        if level.tokens[successor] == token:
+            prob = level.counts[successor] / max(level.totals[context_index], 1)
             break
     return _add_evidence(sources.weights, count, size - 1, class_index, prob)
 
@@ -124,13 +124,13 @@ def _add_level_evidence(sources, level, size, count, length, token, scratch):
 @lean
 def learn_weights(sources, length, token, scratch):
     """Update λ for `token` after `scratch.recent`, before the text index learns it. Returns log P(token)."""
-    count = _add_text_evidence(sources, 0, length, token, scratch)
-    count = _add_recycled_evidence(sources, count, length, token, scratch)
-    count = _add_suffix_evidence(sources, count, length, token, scratch)
-    count = _add_level_evidence(sources, sources.levels[2], 3, count, length, token, scratch)
-    count = _add_level_evidence(sources, sources.levels[1], 2, count, length, token, scratch)
-    count = _add_level_evidence(sources, sources.levels[0], 1, count, length, token, scratch)
-    return _update_shares(sources.weights, count, sources.strength)
+    evidence_count = _add_text_evidence(sources, 0, length, token, scratch)
+    evidence_count = _add_recycled_evidence(sources, evidence_count, length, token, scratch)
+    evidence_count = _add_suffix_evidence(sources, evidence_count, length, token, scratch)
+    evidence_count = _add_level_evidence(sources, sources.levels[2], 3, evidence_count, length, token, scratch)
+    evidence_count = _add_level_evidence(sources, sources.levels[1], 2, evidence_count, length, token, scratch)
+    evidence_count = _add_level_evidence(sources, sources.levels[0], 1, evidence_count, length, token, scratch)
+    return _update_shares(sources.weights, evidence_count, sources.strength)
 
 
 @lean
@@ -140,20 +140,20 @@ def _update_shares(weights, count, strength):
     A source's trials grow by the probability that is left to it, its hits by its share of P(token). mixed: P(token) by
     a source and all later ones.
     """
-    rows, probs, mixed = weights.integers, weights.numbers[0], weights.numbers[1]
+    source_and_class, probs, mix_probs = weights.integers, weights.numbers[0], weights.numbers[1]
     prob = _ELSEWHERE
     for i in range(count - 1, -1, -1):
-        share = weights.shares[rows[0, i], rows[1, i]]
+        share = weights.shares[source_and_class[0, i], source_and_class[1, i]]
         prob = share * probs[i] + (1 - share) * prob
-        mixed[i] = prob
-    mass = 1.0
+        mix_probs[i] = prob
+    remaining_mass = 1.0
     for i in range(count):
-        source, kind = rows[0, i], rows[1, i]
+        source, kind = source_and_class[0, i], source_and_class[1, i]
         # λ = 1, possible with little text and hardly any strength, leaves nothing to tokens that its source lacks.
-        hit = mass * weights.shares[source, kind] * probs[i] / mixed[i] if mixed[i] > 0 else 0.0
+        hit = remaining_mass * weights.shares[source, kind] * probs[i] / mix_probs[i] if mix_probs[i] > 0 else 0.0
         weights.hits[source, kind] += hit
-        weights.trials[source, kind] += mass
-        mass -= hit
+        weights.trials[source, kind] += remaining_mass
+        remaining_mass -= hit
         hits, trials = weights.hits[source, kind], weights.trials[source, kind]
         weights.shares[source, kind] = (strength * weights.prior_shares[source, kind] + hits) / (strength + trials)
     return np.log(prob)
@@ -162,14 +162,14 @@ def _update_shares(weights, count, strength):
 @lean
 def learn_text(sources, decay, ids, start, stop, scratch):
     """Learn ids[start : stop] one by one: update λ, then index the token. Returns Σ log P."""
-    total = 0.0
-    for end in range(start, stop):
-        length = min(len(scratch.recent), end)
-        for i in range(length):
-            scratch.recent[i] = ids[end - 1 - i]
-        total += learn_weights(sources, length, ids[end], scratch)
-        overlay.index_text(sources.contexts, ids, end, end + 1, sources.longest, decay)
-    return total
+    log_prob_sum = 0.0
+    for position in range(start, stop):
+        text_length = min(len(scratch.recent), position)
+        for i in range(text_length):
+            scratch.recent[i] = ids[position - 1 - i]
+        log_prob_sum += learn_weights(sources, text_length, ids[position], scratch)
+        overlay.index_text(sources.contexts, ids, position, position + 1, sources.longest, decay)
+    return log_prob_sum
 
 
 R = TypeVar("R")
@@ -181,8 +181,8 @@ class Mixture:
 
     def __init__(self, table: TrigramTable, config: NgramConfig):
         self.table, self.config = table, config
-        two, three, four = (_level_or_empty(table, order) for order in CORPUS_ORDERS)
-        self._levels = two, three, four
+        bigrams, trigrams, fourgrams = (_level_or_empty(table, order) for order in CORPUS_ORDERS)
+        self._levels = bigrams, trigrams, fourgrams
         self._scratch = new_scratch(config.longest)
         self._suffixes = read_only(table.suffixes or no_suffixes(table.vocabulary))
 
@@ -193,9 +193,9 @@ class Mixture:
         self.recycled = overlay.new_recycled(_RECYCLED_CONTEXT, self.config.recycle)
         self.weights = new_weights(self.config.longest, self.recycled.longest, self.table.suffixes is not None)
 
-    def learn_prompt(self, ids: np.ndarray, stop: int) -> None:
+    def learn_prompt(self, ids: np.ndarray, prompt_end: int) -> None:
         """Index the prompt ids[:stop] (int64). Its user's words teach no weights: these are for the target's text."""
-        self.index.learn(ids, 0, stop)
+        self.index.learn(ids, 0, prompt_end)
 
     def learn(self, ids: np.ndarray, start: int, stop: int) -> None:
         """Learn from the target's ids[start : stop], which follow ids[:start]."""
@@ -203,15 +203,15 @@ class Mixture:
         index.contexts = overlay.with_capacity(index.contexts, config.longest * (stop - start))
         self._call(learn_text, config.decay, ids, start, stop, self._scratch)
 
-    def search(self, ids: np.ndarray, stop: int, depth: int, nodes: Nodes) -> int:
-        """Fill `nodes` with the likeliest tree under ids[:stop], no deeper than `depth`. Returns the number of
+    def search(self, ids: np.ndarray, text_end: int, max_depth: int, nodes: Nodes) -> int:
+        """Fill `nodes` with the likeliest tree under ids[:stop], no deeper than `max_depth`. Returns the number of
         nodes."""
-        return self._call(search_mixture, ids, stop, depth, nodes, self._scratch)
+        return self._call(search_mixture, ids, text_end, max_depth, nodes, self._scratch)
 
     def _call(self, function: Callable[..., R], *arguments: object) -> R:
         """`function` of the sources and `arguments`. All calls of one for one text have arguments of the same types."""
-        fields = (self._suffixes, self.weights, self.config.strength, self.table.vocabulary)
-        sources = Sources(self._levels, self.index.contexts, self.config.longest, self.recycled, *fields)
+        source_fields = (self._suffixes, self.weights, self.config.strength, self.table.vocabulary)
+        sources = Sources(self._levels, self.index.contexts, self.config.longest, self.recycled, *source_fields)
         if function not in self._compiled:
             self._compiled[function] = compiled_for(function, (sources, *arguments))
         return cast("R", self._compiled[function](sources, *arguments))
@@ -220,5 +220,5 @@ class Mixture:
 def _level_or_empty(table: TrigramTable, order: int) -> Level:
     if order in table.levels:
         return read_only(table.levels[order])
-    nothing = np.empty(0, np.uint32)
-    return read_only(make_level(order, table.vocabulary, (np.empty(0, np.uint64), *[nothing] * 4)))
+    empty_array = np.empty(0, np.uint32)
+    return read_only(make_level(order, table.vocabulary, (np.empty(0, np.uint64), *[empty_array] * 4)))

@@ -34,7 +34,7 @@ from outrider.inference.drafters.ngrams.ngram_search import offer_node, write_tr
 # used for all longer ones. A recording has no logits, so the prior of recycled rows is a chosen formula.
 CLASSES = 70  # per source: 10 of N × 7 of m
 _PRIORS = json.loads(Path(__file__).with_name("mixture_priors.json").read_text("utf-8"))
-CORPUS, BELOW_SUFFIXES, TEXT, SUFFIXES = (
+CORPUS_PRIOR, BELOW_PRIOR, TEXT_PRIOR, SUFFIX_PRIOR = (
     np.array(_PRIORS[group], float).reshape(-1, CLASSES) / 100  # [sources, CLASSES]
     for group in ("corpus", "below_suffixes", "text", "suffixes")
 )
@@ -42,15 +42,15 @@ CORPUS, BELOW_SUFFIXES, TEXT, SUFFIXES = (
 
 def recycled_shares() -> np.ndarray:
     """The prior [1, CLASSES] of recycled rows: m^½ · N / (N + 1)."""
-    seen = 2.0 ** np.arange(10)
-    sure = np.array([0.1, 0.22, 0.4, 0.6, 0.78, 0.9, 0.98])
-    return np.outer(seen / (seen + 1), sure**0.5).reshape(1, CLASSES)
+    seen_counts = 2.0 ** np.arange(10)
+    confidences = np.array([0.1, 0.22, 0.4, 0.6, 0.78, 0.9, 0.98])
+    return np.outer(seen_counts / (seen_counts + 1), confidences**0.5).reshape(1, CLASSES)
 
 
 CORPUS_ORDERS = (2, 3, 4)  # sources 0 … 2; then the text's contexts of 1 to K tokens, the recycled ones of 1 to R, and
 # the corpus's of `LEAST` to `REACH`
-TAIL = 48  # most successors of a context that are read
-CANDIDATES = 128  # most candidate tokens at a node
+MAX_READ = 48  # most successors of a context that are read
+MAX_CANDIDATES = 128  # most candidate tokens at a node
 _SURENESS = np.array([0.15, 0.3, 0.5, 0.7, 0.85, 0.95])  # upper bounds of the classes of m, except for the last class
 SUREST = 0.9  # if only a child likelier than this could enter a full draft, the node is not expanded
 
@@ -70,13 +70,13 @@ class MixtureWeights(NamedTuple):
     numbers: np.ndarray
 
 
-def new_weights(longest: int, recycled: int = 0, suffixes: bool = False) -> MixtureWeights:
+def new_weights(longest: int, recycled: int = 0, has_suffixes: bool = False) -> MixtureWeights:
     """The prior of λ, for text contexts of up to `longest` tokens, recycled ones of up to `recycled`, and suffixes."""
     priors = (
-        (BELOW_SUFFIXES if suffixes else CORPUS, len(CORPUS_ORDERS)),
-        (TEXT, longest),
+        (BELOW_PRIOR if has_suffixes else CORPUS_PRIOR, len(CORPUS_ORDERS)),
+        (TEXT_PRIOR, longest),
         (recycled_shares(), recycled),
-        (SUFFIXES, REACH - LEAST + 1 if suffixes else 0),
+        (SUFFIX_PRIOR, REACH - LEAST + 1 if has_suffixes else 0),
     )
     prior_shares = np.array([shares[min(i, len(shares) - 1)] for shares, count in priors for i in range(count)])
     integers, numbers = np.empty((2, len(prior_shares)), np.int64), np.empty((2, len(prior_shares)))
@@ -95,11 +95,11 @@ class Scratch(NamedTuple):
     occurrences: SuffixWorkspace
 
 
-def new_scratch(longest: int) -> Scratch:
-    """A workspace for text contexts of up to `longest` tokens."""
-    reach = max(longest, REACH)
-    candidates = np.empty(CANDIDATES, np.int64), np.empty(CANDIDATES)
-    return Scratch(np.empty(reach, np.int64), np.empty(reach, np.int64), *candidates, new_suffix_workspace())
+def new_scratch(max_context: int) -> Scratch:
+    """A workspace for text contexts of up to `max_context` tokens."""
+    max_recent = max(max_context, REACH)
+    candidates = np.empty(MAX_CANDIDATES, np.int64), np.empty(MAX_CANDIDATES)
+    return Scratch(np.empty(max_recent, np.int64), np.empty(max_recent, np.int64), *candidates, new_suffix_workspace())
 
 
 @lean
@@ -118,31 +118,31 @@ def level_context(level: Level, recent: np.ndarray, length: int, size: int, voca
     """(index in `level`, class) of the last `size` tokens, recent[0] being the latest; index −1 if unknown."""
     if size > length:
         return -1, 0
-    packed = np.uint64(0)
+    packed_ids = np.uint64(0)
     for i in range(size - 1, -1, -1):
         if recent[i] >= vocabulary:
             return -1, 0
-        packed = (packed << np.uint64(level.bits)) | np.uint64(recent[i])
-    index = find_key(level.buckets, level.shift, level.keys, mix(packed, size * level.bits))
-    if index < 0:
+        packed_ids = (packed_ids << np.uint64(level.bits)) | np.uint64(recent[i])
+    context_index = find_key(level.buckets, level.shift, level.keys, mix(packed_ids, size * level.bits))
+    if context_index < 0:
         return -1, 0
-    total = max(np.int64(level.totals[index]), 1)
-    begin, end = successors_of(level.starts, level.tokens, index)
-    return index, class_of(total, level.counts[begin] / total if begin < end else 0.0)
+    total_count = max(np.int64(level.totals[context_index]), 1)
+    begin, end = successors_of(level.starts, level.tokens, context_index)
+    return context_index, class_of(total_count, level.counts[begin] / total_count if begin < end else 0.0)
 
 
 @lean
 def text_contexts(contexts: ContextMap, recent: np.ndarray, length: int, longest: int, slots: np.ndarray) -> int:
     """The length of the longest known context in the text; writes the `slots` of its contexts of 1, 2, … tokens."""
-    size, key = 0, np.uint64(0)
-    while size < min(longest, length):
-        key = longer_key(key, recent[size])
+    context_length, key = 0, np.uint64(0)
+    while context_length < min(longest, length):
+        key = longer_key(key, recent[context_length])
         slot = slot_of(contexts, key)
         if contexts.slots[slot].head < 0:
             break
-        slots[size] = slot
-        size += 1
-    return size
+        slots[context_length] = slot
+        context_length += 1
+    return context_length
 
 
 @lean
@@ -166,28 +166,28 @@ def _add_candidate(tokens: np.ndarray, probs: np.ndarray, count: int, token: int
 
 @lean
 def _add_level(sources, level, size, length, mass, floor, scratch, count):
-    index, class_index = level_context(level, scratch.recent, length, size, sources.vocabulary)
-    if index < 0:
+    context_index, class_index = level_context(level, scratch.recent, length, size, sources.vocabulary)
+    if context_index < 0:
         return mass, count
     share = sources.weights.shares[size - 1, class_index]
-    scale = mass * share / max(level.totals[index], 1)
-    begin, end = successors_of(level.starts, level.tokens, index)
-    for at in range(begin, min(end, begin + TAIL)):
-        prob = scale * level.counts[at]
+    count_scale = mass * share / max(level.totals[context_index], 1)
+    begin, end = successors_of(level.starts, level.tokens, context_index)
+    for successor in range(begin, min(end, begin + MAX_READ)):
+        prob = count_scale * level.counts[successor]
         if prob < floor:
             break
-        count = _add_candidate(scratch.tokens, scratch.probs, count, np.int64(level.tokens[at]), prob)
+        count = _add_candidate(scratch.tokens, scratch.probs, count, np.int64(level.tokens[successor]), prob)
     return mass * (1 - share), count
 
 
 @lean
 def _add_recycled(sources, length, mass, floor, scratch, count):
     recycled, slots, shares = sources.recycled, scratch.slots, sources.weights.shares
-    for size in range(find_recycled(recycled, scratch.recent, length, slots), 0, -1):
-        row = slots[size - 1]
+    for context_size in range(find_recycled(recycled, scratch.recent, length, slots), 0, -1):
+        row = slots[context_size - 1]
         if row < 0:
             continue
-        share = shares[2 + sources.longest + size, class_of(recycled.seen[row], recycled.probs[row, 0])]
+        share = shares[2 + sources.longest + context_size, class_of(recycled.seen[row], recycled.probs[row, 0])]
         for j in range(recycled.tokens.shape[1]):
             prob = mass * share * recycled.probs[row, j]
             if prob < floor:
@@ -199,16 +199,16 @@ def _add_recycled(sources, length, mass, floor, scratch, count):
 
 @lean
 def _add_suffixes(sources, length, mass, floor, scratch, count):
-    suffixes, occurrences = sources.suffixes, scratch.occurrences
+    suffixes, work = sources.suffixes, scratch.occurrences
     first_source = 3 + sources.longest + sources.recycled.longest
-    longest, narrow = find_suffixes(suffixes, scratch.recent, length, occurrences)
-    for size in range(longest, LEAST - 1, -1):
-        distinct, largest, seen = count_successors(suffixes, size, narrow, occurrences)
-        share = sources.weights.shares[first_source + size - LEAST, class_of(occurrences.number[size], largest / seen)]
-        for i in range(distinct):
-            prob = mass * share * occurrences.counts[i] / seen
+    longest_suffix, near_from = find_suffixes(suffixes, scratch.recent, length, work)
+    for size in range(longest_suffix, LEAST - 1, -1):
+        distinct_count, top_count, seen_count = count_successors(suffixes, size, near_from, work)
+        share = sources.weights.shares[first_source + size - LEAST, class_of(work.number[size], top_count / seen_count)]
+        for i in range(distinct_count):
+            prob = mass * share * work.counts[i] / seen_count
             if prob >= floor:
-                count = _add_candidate(scratch.tokens, scratch.probs, count, occurrences.tokens[i], prob)
+                count = _add_candidate(scratch.tokens, scratch.probs, count, work.tokens[i], prob)
         mass *= 1 - share
         if mass < floor:
             break
@@ -222,27 +222,27 @@ def predict_tokens(sources, length, floor, scratch):
     Contributions below `floor` are left out.
     """
     contexts, slots = sources.contexts, scratch.slots
-    mass, count = 1.0, 0
-    for size in range(text_contexts(contexts, scratch.recent, length, sources.longest, slots), 0, -1):
-        slot = slots[size - 1]
-        share = sources.weights.shares[2 + size, text_class(contexts, slot)]
-        scale = mass * share / contexts.slots[slot].sum
-        entry, seen = contexts.slots[slot].head, 0
-        while entry >= 0 and seen < TAIL and scale * contexts.entries[entry].weight >= floor:
-            prob = scale * contexts.entries[entry].weight
+    prob_mass, count = 1.0, 0
+    for context_size in range(text_contexts(contexts, scratch.recent, length, sources.longest, slots), 0, -1):
+        slot = slots[context_size - 1]
+        share = sources.weights.shares[2 + context_size, text_class(contexts, slot)]
+        weight_scale = prob_mass * share / contexts.slots[slot].sum
+        entry, read_count = contexts.slots[slot].head, 0
+        while entry >= 0 and read_count < MAX_READ and weight_scale * contexts.entries[entry].weight >= floor:
+            prob = weight_scale * contexts.entries[entry].weight
             count = _add_candidate(scratch.tokens, scratch.probs, count, np.int64(contexts.entries[entry].token), prob)
-            entry, seen = contexts.entries[entry].following, seen + 1
-        mass *= 1 - share
-    if mass >= floor:
-        mass, count = _add_recycled(sources, length, mass, floor, scratch, count)
-    if mass >= floor:
-        mass, count = _add_suffixes(sources, length, mass, floor, scratch, count)
-    if mass >= floor:
-        mass, count = _add_level(sources, sources.levels[2], 3, length, mass, floor, scratch, count)
-    if mass >= floor:
-        mass, count = _add_level(sources, sources.levels[1], 2, length, mass, floor, scratch, count)
-    if mass >= floor:
-        mass, count = _add_level(sources, sources.levels[0], 1, length, mass, floor, scratch, count)
+            entry, read_count = contexts.entries[entry].following, read_count + 1
+        prob_mass *= 1 - share
+    if prob_mass >= floor:
+        prob_mass, count = _add_recycled(sources, length, prob_mass, floor, scratch, count)
+    if prob_mass >= floor:
+        prob_mass, count = _add_suffixes(sources, length, prob_mass, floor, scratch, count)
+    if prob_mass >= floor:
+        prob_mass, count = _add_level(sources, sources.levels[2], 3, length, prob_mass, floor, scratch, count)
+    if prob_mass >= floor:
+        prob_mass, count = _add_level(sources, sources.levels[1], 2, length, prob_mass, floor, scratch, count)
+    if prob_mass >= floor:
+        prob_mass, count = _add_level(sources, sources.levels[0], 1, length, prob_mass, floor, scratch, count)
     return count
 
 
@@ -255,26 +255,26 @@ def search_mixture(sources, ids, stop, depth, nodes, scratch):
     those of the first one 0.5 and 0.4. The ranking becomes 0.6, 0.3, 0.24, 0.2.
     """
     recent, tokens, probs = scratch.recent, scratch.tokens, scratch.probs
-    budget, reach = len(nodes.order), len(recent)
+    budget, max_recent = len(nodes.order), len(recent)
     size, final, node_count = 0, -1, 0
     while final < size:
-        parent, path, below = np.int64(-1), 1.0, 1
+        parent, prob, below = np.int64(-1), 1.0, 1
         if final >= 0:
-            parent, path = nodes.order[final], nodes.ranked[final]
+            parent, prob = nodes.order[final], nodes.ranked[final]
             below = nodes.depths[parent] + 1
         final += 1
-        worst = nodes.ranked[size - 1] if size == budget else 0.0
-        if below > depth or path * SUREST <= worst:
+        worst_prob = nodes.ranked[size - 1] if size == budget else 0.0
+        if below > depth or prob * SUREST <= worst_prob:
             continue
         context_length, node = 0, parent
-        while node >= 0 and context_length < reach:
+        while node >= 0 and context_length < max_recent:
             recent[context_length] = nodes.tokens[node]
             node, context_length = nodes.parents[node], context_length + 1
-        for position in range(stop - 1, max(-1, stop - 1 - (reach - context_length)), -1):
+        for position in range(stop - 1, max(-1, stop - 1 - (max_recent - context_length)), -1):
             recent[context_length] = ids[position]
             context_length += 1
-        floor = max(1e-6, worst / path / 4)  # four contributions may add up to a relevant probability
-        count = predict_tokens(sources, context_length, floor, scratch)
-        for i in range(count):
-            size, node_count, _ = offer_node(nodes, size, final, node_count, tokens[i], parent, below, path * probs[i])
+        min_prob = max(1e-6, worst_prob / prob / 4)  # four contributions may add up to a relevant probability
+        token_count = predict_tokens(sources, context_length, min_prob, scratch)
+        for i in range(token_count):
+            size, node_count, _ = offer_node(nodes, size, final, node_count, tokens[i], parent, below, prob * probs[i])
     return write_tree(nodes, size)

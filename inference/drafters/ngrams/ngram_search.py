@@ -49,16 +49,16 @@ def offer_node(nodes, kept_count, final, node_count, token, parent, depth, prob)
         if prob <= ranked[kept_count - 1]:
             return kept_count, node_count, np.int64(-1)
         kept_count -= 1
-        number = order[kept_count]
+        node_number = order[kept_count]
     else:
-        number, node_count = np.int64(node_count), node_count + 1
-    index = kept_count
-    while index > final and ranked[index - 1] < prob:
-        order[index], ranked[index] = order[index - 1], ranked[index - 1]
-        index -= 1
-    order[index], ranked[index] = number, prob
-    nodes.tokens[number], nodes.parents[number], nodes.depths[number] = token, parent, depth
-    return kept_count + 1, node_count, number
+        node_number, node_count = np.int64(node_count), node_count + 1
+    rank = kept_count
+    while rank > final and ranked[rank - 1] < prob:
+        order[rank], ranked[rank] = order[rank - 1], ranked[rank - 1]
+        rank -= 1
+    order[rank], ranked[rank] = node_number, prob
+    nodes.tokens[node_number], nodes.parents[node_number], nodes.depths[node_number] = token, parent, depth
+    return kept_count + 1, node_count, node_number
 
 
 @lean
@@ -67,11 +67,11 @@ def write_tree(nodes: Nodes, node_count: int) -> int:
 
     Returns their number. Their path probabilities are the first entries of `nodes.ranked`.
     """
-    for index in range(node_count):
-        number = nodes.order[index]
-        nodes.indices[number] = index
-        nodes.tree[0, index] = nodes.tokens[number]
-        nodes.tree[1, index] = nodes.indices[nodes.parents[number]] if nodes.parents[number] >= 0 else -1
+    for rank in range(node_count):
+        node_number = nodes.order[rank]
+        nodes.indices[node_number] = rank
+        nodes.tree[0, rank] = nodes.tokens[node_number]
+        nodes.tree[1, rank] = nodes.indices[nodes.parents[node_number]] if nodes.parents[node_number] >= 0 else -1
     return node_count
 
 
@@ -79,15 +79,15 @@ def write_tree(nodes: Nodes, node_count: int) -> int:
 def open_state(level, overlay, packed):
     """Successors of the state `packed`: begin and end of those in the table, the table's total, the first overlay
     entry, and the sum of the overlay's entries."""
-    key = mix(packed, (level.order - 1) * level.bits)
-    index = find_key(level.buckets, level.shift, level.keys, key)
-    begin, end, total = 0, 0, 0.0
-    if index >= 0:
-        begin, end = successors_of(level.starts, level.tokens, index)
-        total = max(float(level.totals[index]), 1.0)
-    slot = slot_of(overlay, key)
-    head = np.int64(overlay.slots[slot].head)
-    return begin, end, total, head, overlay.slots[slot].sum if head >= 0 else 0.0
+    state_key = mix(packed, (level.order - 1) * level.bits)
+    context_index = find_key(level.buckets, level.shift, level.keys, state_key)
+    begin, end, table_total = 0, 0, 0.0
+    if context_index >= 0:
+        begin, end = successors_of(level.starts, level.tokens, context_index)
+        table_total = max(float(level.totals[context_index]), 1.0)
+    slot = slot_of(overlay, state_key)
+    first_entry = np.int64(overlay.slots[slot].head)
+    return begin, end, table_total, first_entry, overlay.slots[slot].sum if first_entry >= 0 else 0.0
 
 
 @lean
@@ -104,8 +104,8 @@ def next_successor(tokens, counts, entries, at, end, total, entry, head):
         at += 1
     probability = counts[at] / total if at < end else -1.0
     if entry >= 0 and entries[entry].weight >= probability:
-        raised = entries[entry]
-        return np.int64(raised.token), raised.weight, at, np.int64(raised.following)
+        overlay_entry = entries[entry]
+        return np.int64(overlay_entry.token), overlay_entry.weight, at, np.int64(overlay_entry.following)
     if at < end:
         return np.int64(tokens[at]), probability, at + 1, entry
     return np.int64(-1), 0.0, at, entry
@@ -137,29 +137,29 @@ def search_best_first(level, overlay, ids, stop, vocabulary, depth, nodes, node_
 
     A child is never likelier than its parent, so the best become final in order. node_contexts: uint64 [B], scratch.
     """
-    root, in_vocabulary = state_of(level, ids, stop, vocabulary)
-    size, final, node_count = 0, -1, 0
+    root_state, in_vocabulary = state_of(level, ids, stop, vocabulary)
+    ranked_count, final_rank, node_count = 0, -1, 0
     tokens, counts, entries = level.tokens, level.counts, overlay.entries
     budget = len(nodes.order)
-    while in_vocabulary and final < size:
-        parent, path, child_depth, packed = np.int64(-1), 1.0, 1, root
-        if final >= 0:
-            parent, path = nodes.order[final], nodes.ranked[final]
+    while in_vocabulary and final_rank < ranked_count:
+        parent, path_prob, child_depth, packed = np.int64(-1), 1.0, 1, root_state
+        if final_rank >= 0:
+            parent, path_prob = nodes.order[final_rank], nodes.ranked[final_rank]
             child_depth, packed = nodes.depths[parent] + 1, node_contexts[parent]
-        final += 1
-        if child_depth > depth or (size == budget and path <= nodes.ranked[size - 1]):
+        final_rank += 1
+        if child_depth > depth or (ranked_count == budget and path_prob <= nodes.ranked[ranked_count - 1]):
             continue
-        begin, end, total, head, _ = open_state(level, overlay, packed)
-        at, entry = begin, head
+        begin, end, total, first_entry, _ = open_state(level, overlay, packed)
+        at, entry = begin, first_entry
         while True:
-            token, probability, at, entry = next_successor(tokens, counts, entries, at, end, total, entry, head)
-            if token < 0 or (size == budget and path * probability <= nodes.ranked[size - 1]):
+            token, probability, at, entry = next_successor(tokens, counts, entries, at, end, total, entry, first_entry)
+            if token < 0 or (ranked_count == budget and path_prob * probability <= nodes.ranked[ranked_count - 1]):
                 break
-            size, node_count, number = offer_node(
-                nodes, size, final, node_count, token, parent, child_depth, path * probability
+            ranked_count, node_count, node_number = offer_node(
+                nodes, ranked_count, final_rank, node_count, token, parent, child_depth, path_prob * probability
             )
-            node_contexts[number] = append_token(level, packed, token)
-    return write_tree(nodes, size)
+            node_contexts[node_number] = append_token(level, packed, token)
+    return write_tree(nodes, ranked_count)
 
 
 _INTEGERS = "token parent depth first last sibling visits chosen at end head entry ahead"
@@ -181,8 +181,8 @@ def new_search(iterations: int) -> np.ndarray:
 
 def exploration_factors(iterations: int, c1: float, c2: float) -> np.ndarray:
     """E · √ΣN for ΣN = 0 … iterations (ADED eqs. 2 and 3)."""
-    total = np.arange(iterations + 1)
-    return (c1 + np.log((total + c2 + 1) / c2)) * np.sqrt(total)
+    visit_counts = np.arange(iterations + 1)
+    return (c1 + np.log((visit_counts + c2 + 1) / c2)) * np.sqrt(visit_counts)
 
 
 @lean
@@ -208,17 +208,17 @@ def _add_node(
 
 @lean
 def _look_ahead(search: np.ndarray, node: int, level: Level, overlay: ContextMap) -> None:
-    at, end, total = search[node].at, search[node].end, search[node].total
+    table_index, end, total = search[node].at, search[node].end, search[node].total
     search[node].ahead, search[node].ahead_prob, search[node].at, search[node].entry = next_successor(
-        level.tokens, level.counts, overlay.entries, at, end, total, search[node].entry, search[node].head
+        level.tokens, level.counts, overlay.entries, table_index, end, total, search[node].entry, search[node].head
     )
 
 
 @lean
 def _expand(search: np.ndarray, node: int, level: Level, overlay: ContextMap, widest: int) -> None:
-    begin, end, total, head, _ = open_state(level, overlay, search[node].state)
-    search[node].at, search[node].end, search[node].total = begin, min(end, begin + widest), total
-    search[node].head, search[node].entry = head, head
+    begin, end, table_total, first_entry, _ = open_state(level, overlay, search[node].state)
+    search[node].at, search[node].end, search[node].total = begin, min(end, begin + widest), table_total
+    search[node].head, search[node].entry = first_entry, first_entry
     _look_ahead(search, node, level, overlay)
 
 
@@ -242,16 +242,16 @@ def _select(search: np.ndarray, node: int, explore: np.ndarray) -> int:
     Unvisited children have Q = N = 0, so the most likely one represents all of them.
     """
     exploration = explore[search[node].chosen]
-    best, best_value = -1, -1.0
+    best_child, best_value = -1, -1.0
     child = search[node].first
     while child >= 0:
         value = search[child].value + exploration * search[child].prospect
         if value > best_value:
-            best, best_value = child, value
+            best_child, best_value = child, value
         child = search[child].sibling
     if search[node].ahead >= 0 and exploration * search[node].ahead_prob > best_value:
         return -1
-    return best
+    return best_child
 
 
 @lean
@@ -261,26 +261,26 @@ def _sample(level, overlay, begin, end, total, head, mass, seed):
     mass: the overlay's total probability. A draw that hits a table entry replaced by the overlay is repeated.
     """
     table_count = np.int64(0)
-    for at in range(begin, end):
-        table_count += np.int64(level.counts[at])
+    for table_index in range(begin, end):
+        table_count += np.int64(level.counts[table_index])
     table_mass = table_count / total if end > begin else 0.0
     if mass + table_mass <= 0:
         return np.int64(-1), 0.0
     while True:
-        height = next_random(seed) * (mass + table_mass)
-        entry = head
-        while entry >= 0:
-            height -= overlay.entries[entry].weight
-            if height < 0:
-                return np.int64(overlay.entries[entry].token), overlay.entries[entry].weight
-            entry = np.int64(overlay.entries[entry].following)
-        remainder = np.int64(height * total)
-        for at in range(begin, end):
-            remainder -= np.int64(level.counts[at])
-            if remainder < 0:
-                if _is_replaced(overlay.entries, head, level.tokens[at]):
+        threshold = next_random(seed) * (mass + table_mass)
+        entry_index = head
+        while entry_index >= 0:
+            threshold -= overlay.entries[entry_index].weight
+            if threshold < 0:
+                return np.int64(overlay.entries[entry_index].token), overlay.entries[entry_index].weight
+            entry_index = np.int64(overlay.entries[entry_index].following)
+        remaining_count = np.int64(threshold * total)
+        for table_index in range(begin, end):
+            remaining_count -= np.int64(level.counts[table_index])
+            if remaining_count < 0:
+                if _is_replaced(overlay.entries, head, level.tokens[table_index]):
                     break
-                return np.int64(level.tokens[at]), level.counts[at] / total
+                return np.int64(level.tokens[table_index]), level.counts[table_index] / total
 
 
 @compile_function
@@ -296,9 +296,9 @@ def search_by_puct(
     explore: see `exploration_factors`; its length is the number of iterations + 1.
     scratch: int64 [iterations, depth] and float64 [iterations], for the sentences and their scores.
     """
-    words, scores = scratch
-    packed, inside = state_of(level, ids, stop, vocabulary)
-    if not inside:
+    sentence_tokens, scores = scratch
+    packed, is_valid = state_of(level, ids, stop, vocabulary)
+    if not is_valid:
         return write_tree(nodes, 0)
     _add_node(search, 0, -1, -1, 0, packed, 0.0)
     node_count = 1
@@ -310,28 +310,28 @@ def search_by_puct(
                 child, node_count = node_count, node_count + 1
                 _visit_next(search, node, child, level, overlay)
             node = child
-        ended = search[node].at >= 0  # expanded before, and nothing follows it
-        if not ended and search[node].depth < depth:
+        sentence_ended = search[node].at >= 0  # expanded before, and nothing follows it
+        if not sentence_ended and search[node].depth < depth:
             _expand(search, node, level, overlay, widest)
-            ended = search[node].ahead < 0
-            if not ended:
+            sentence_ended = search[node].ahead < 0
+            if not sentence_ended:
                 _visit_next(search, node, node_count, level, overlay)
                 node, node_count = node_count, node_count + 1
-        length, score, ancestor = search[node].depth, 1.0, node
+        sentence_length, score, ancestor = search[node].depth, 1.0, node
         while ancestor > 0:
-            words[iteration, search[ancestor].depth - 1] = search[ancestor].token
+            sentence_tokens[iteration, search[ancestor].depth - 1] = search[ancestor].token
             score += search[ancestor].prob
             ancestor = search[ancestor].parent
         packed = search[node].state
-        while length < depth and not ended:
-            begin, end, total, head, mass = open_state(level, overlay, packed)
-            token, prob = _sample(level, overlay, begin, min(end, begin + widest), total, head, mass, seed)
-            ended = token < 0
-            if not ended:
-                words[iteration, length] = token
-                length, score, packed = length + 1, score + prob, append_token(level, packed, token)
-        if length < depth:
-            words[iteration, length] = -1
+        while sentence_length < depth and not sentence_ended:
+            begin, end, total, entry, overlay_mass = open_state(level, overlay, packed)
+            token, prob = _sample(level, overlay, begin, min(end, begin + widest), total, entry, overlay_mass, seed)
+            sentence_ended = token < 0
+            if not sentence_ended:
+                sentence_tokens[iteration, sentence_length] = token
+                sentence_length, score, packed = sentence_length + 1, score + prob, append_token(level, packed, token)
+        if sentence_length < depth:
+            sentence_tokens[iteration, sentence_length] = -1
         scores[iteration] = score
         while node >= 0:
             search[node].visits += 1
@@ -342,7 +342,7 @@ def search_by_puct(
             if parent >= 0:
                 search[parent].chosen += 1
             node = parent
-    return _join(words[: len(explore) - 1], scores[: len(explore) - 1], sentences, depth, nodes)
+    return _join(sentence_tokens[: len(explore) - 1], scores[: len(explore) - 1], sentences, depth, nodes)
 
 
 @compile_function
@@ -352,7 +352,7 @@ def _join(words: np.ndarray, scores: np.ndarray, sentences: int, depth: int, nod
     for iteration in np.argsort(-scores, kind="mergesort"):
         if sentence_count == sentences or node_count == budget:
             break
-        parent, fresh = -1, False
+        parent, is_new = -1, False
         for position in range(depth):
             token = words[iteration, position]
             if token < 0:
@@ -365,7 +365,7 @@ def _join(words: np.ndarray, scores: np.ndarray, sentences: int, depth: int, nod
                     break
                 nodes.order[node_count], nodes.tokens[node_count], nodes.parents[node_count] = node_count, token, parent
                 nodes.ranked[node_count] = scores[iteration]
-                node_count, fresh = node_count + 1, True
+                node_count, is_new = node_count + 1, True
             parent = node
-        sentence_count += fresh
+        sentence_count += is_new
     return write_tree(nodes, node_count)

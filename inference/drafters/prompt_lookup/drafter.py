@@ -14,5 +14,5 @@ class PromptLookupPlugin(DrafterPlugin[None]):
     def make(
         self, model: None, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
     ) -> Drafter:
-        by_costs = tuning if method.stop.max_draft == AUTO else None
-        return PromptLookup(method.max_ngram, method.stop.longest(), by_costs)
+        cost_tuning = tuning if method.stop.max_draft == AUTO else None
+        return PromptLookup(method.max_ngram, method.stop.longest(), cost_tuning)

@@ -30,9 +30,9 @@ class SkipLayersDraftModel(BesideTarget):
 
     def begin(self, session: Session) -> None:
         self.target_session = self.session = session = session.require_layers()  # the only session
-        count = len(session.stack.layers)
-        skipped = skipped_layers(self.skip, count)
-        self._layers = [layer for layer in range(count) if layer not in skipped]
+        layer_count = len(session.stack.layers)
+        skipped = skipped_layers(self.skip, layer_count)
+        self._layers = [layer for layer in range(layer_count) if layer not in skipped]
         self._name = f"without layers {skipped}"
 
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
@@ -40,13 +40,13 @@ class SkipLayersDraftModel(BesideTarget):
 
         def kept_layers(hidden: Tensor, view: View) -> tuple[Tensor, Tensor]:
             rotary, masks = view.rotary, view.masks()
-            for layer in self._layers:
-                hidden = stack.run(hidden, layer, layer + 1, rotary, masks, view.cache)
+            for layer_index in self._layers:
+                hidden = stack.run(hidden, layer_index, layer_index + 1, rotary, masks, view.cache)
             return hidden, stack.logits(hidden)
 
-        start = session.rows
+        first_row = session.rows
         embedded = session.feed(tokens, parents)
-        hidden, logits = session.run_draft_layers(self._name, kept_layers, embedded, start, session.second_cache)
+        hidden, logits = session.run_draft_layers(self._name, kept_layers, embedded, first_row, session.second_cache)
         self.hidden = hidden[0]
         return logits[0]
 
@@ -54,26 +54,26 @@ class SkipLayersDraftModel(BesideTarget):
         """Nothing to do: the session has the only cache and commits it."""
 
 
-def skipped_layers(skip: Sequence[int] | None, count: int) -> list[int]:
-    """The layers of `count` that drafts skip, ascending; None: every second one between the first and the last.
+def skipped_layers(skip: Sequence[int] | None, n_layers: int) -> list[int]:
+    """The layers of `n_layers` that drafts skip, ascending; None: every second one between the first and the last.
 
     Raises `UserError` if one of them does not exist, or if all or none are skipped.
     """
     if skip is None:
-        require(count > 2, "skip", None, f"layers to leave out, as [1]: none is between the target's {count}")
-        return list(range(1, count - 1, 2))
-    are_layers = all(0 <= layer < count for layer in skip) and len(set(skip)) == len(skip)
-    if not are_layers or not 0 < len(skip) < count:
-        problem = f"skip={list(skip)}: expected different numbers from 0 to {count - 1}, one at least and not all"
-        raise UserError(f"{problem}, as the target has {count} layers; null chooses every second one")
+        require(n_layers > 2, "skip", None, f"layers to leave out, as [1]: none is between the target's {n_layers}")
+        return list(range(1, n_layers - 1, 2))
+    are_valid = all(0 <= layer < n_layers for layer in skip) and len(set(skip)) == len(skip)
+    if not are_valid or not 0 < len(skip) < n_layers:
+        problem = f"skip={list(skip)}: expected different numbers from 0 to {n_layers - 1}, one at least and not all"
+        raise UserError(f"{problem}, as the target has {n_layers} layers; null chooses every second one")
     return sorted(skip)
 
 
 class SkipLayersPlugin(ModelDrafterPlugin[None]):
     """There is no model except the target."""
 
-    def require_fits(self, method: MethodConfig, layers: int) -> None:
-        skipped_layers(method.skip, layers)
+    def require_fits(self, method: MethodConfig, layer_count: int) -> None:
+        skipped_layers(method.skip, layer_count)
 
     def draft_model(self, model: None, method: MethodConfig) -> DraftModel:
         return SkipLayersDraftModel(method.skip)

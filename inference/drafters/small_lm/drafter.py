@@ -69,12 +69,12 @@ class SmallLMDraftModel(BesideTarget):
 
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
         """See `DraftModel.extend`. A round's first pass is over a chain from the root, after the pending tokens."""
-        pending = len(self._pending)
-        pending_rows = pending if self.session.rows == 0 else 0  # of this pass
+        pending_count = len(self._pending)
+        pending_rows = pending_count if self.session.rows == 0 else 0  # of this pass
         if pending_rows:
-            tokens, parents = torch.cat([self._pending, tokens]), chain_parents(0, pending + len(parents))
-        elif pending:
-            parents = [parent + pending for parent in parents]
+            tokens, parents = torch.cat([self._pending, tokens]), chain_parents(0, pending_count + len(parents))
+        elif pending_count:
+            parents = [parent + pending_count for parent in parents]
         hidden, logits = self._run(self._clamp(tokens), parents, len(parents) - pending_rows)
         self.hidden = hidden[pending_rows:]
         return logits if self.predicted is not None else fit_vocabulary(logits, self.vocabulary)
@@ -95,15 +95,15 @@ class SmallLMDraftModel(BesideTarget):
         was drafted from the logits of "a". The session's rows are the pending token, the root and "a". If both drafted
         tokens are accepted, rows [0, 1, −1] commit these three, and "b" is pending.
         """
-        pending = len(self._pending)
-        extended_rows = self.session.rows - pending  # ≤ 0: none was extended, and the pending tokens still wait
-        cached_rows = [row for row in rows if 0 <= row < extended_rows]
-        uncached = torch.tensor(tokens[len(cached_rows) :], dtype=torch.long, device=self.lm.device)
-        if extended_rows > 0:
-            self.session.commit([*range(pending), *(row + pending for row in cached_rows)])
-            self._pending = uncached
+        pending_count = len(self._pending)
+        extended_count = self.session.rows - pending_count  # ≤ 0: none was extended, and the pending tokens still wait
+        cached_rows = [row for row in rows if 0 <= row < extended_count]
+        uncached_tokens = torch.tensor(tokens[len(cached_rows) :], dtype=torch.long, device=self.lm.device)
+        if extended_count > 0:
+            self.session.commit([*range(pending_count), *(row + pending_count for row in cached_rows)])
+            self._pending = uncached_tokens
         else:
-            self._pending = torch.cat([self._pending, uncached])
+            self._pending = torch.cat([self._pending, uncached_tokens])
 
 
 class SmallLMPasses(SmallLMDraftModel):
@@ -143,9 +143,9 @@ class Pard2Passes(SmallLMPasses):
             hidden = lm.run(x, 0, len(lm.layers), view.rotary, view.masks(), view.cache)
             return hidden, lm.draft_logits(view.logit_rows(hidden))
 
-        rows = torch.arange(len(tokens), device=tokens.device)  # [n]
-        states = self._states[:, rows.clamp(max=self._states.shape[1] - 1)]  # [1, n, k · H_t]
-        x = lm.embed(tokens[None], self.session.base + rows[None]) + lm.projection(states)  # [1, n, d]
+        row_indices = torch.arange(len(tokens), device=tokens.device)  # [n]
+        states = self._states[:, row_indices.clamp(max=self._states.shape[1] - 1)]  # [1, n, k · H_t]
+        x = lm.embed(tokens[None], self.session.base + row_indices[None]) + lm.projection(states)  # [1, n, d]
         hidden, logits = self.session.require_layers().run_rows("PARD-2", pass_, x, parents, logit_count)
         return hidden[0], logits[0, -logit_count:]
 
@@ -161,18 +161,18 @@ class Pard2Passes(SmallLMPasses):
 
 def draft_model_of(lm: Target, *, target_states: bool = True) -> DraftModel:
     """The draft model of a small LM, as its config says; target_states: False leaves out the projection of PARD-2."""
-    mask, tokens = (getattr(lm.config, name, None) for name in (MASK_TOKEN, PASS_TOKENS))
-    if mask is None:
+    mask_token, tokens_per_pass = (getattr(lm.config, name, None) for name in (MASK_TOKEN, PASS_TOKENS))
+    if mask_token is None:
         return SmallLMDraftModel(lm)
     passes = Pard2Passes(lm) if isinstance(lm, Pard2) and target_states else SmallLMPasses(lm)
-    return OnePass(passes, mask, tokens or UNLIMITED)  # without PASS_TOKENS the method decides
+    return OnePass(passes, mask_token, tokens_per_pass or UNLIMITED)  # without PASS_TOKENS the method decides
 
 
-def fit_vocabulary(logits: Tensor, size: int) -> Tensor:
-    """Logits [n, V'] with the vocabulary axis cut to `size`, or padded to it with −∞."""
-    if logits.shape[-1] >= size:
-        return logits[..., :size]
-    return F.pad(logits, (0, size - logits.shape[-1]), value=-torch.inf)
+def fit_vocabulary(logits: Tensor, vocabulary_size: int) -> Tensor:
+    """Logits [n, V'] with the vocabulary axis cut to `vocabulary_size`, or padded to it with −∞."""
+    if logits.shape[-1] >= vocabulary_size:
+        return logits[..., :vocabulary_size]
+    return F.pad(logits, (0, vocabulary_size - logits.shape[-1]), value=-torch.inf)
 
 
 class SmallLMPlugin(TrainedDrafterPlugin[SmallLM]):
@@ -183,10 +183,10 @@ class SmallLMPlugin(TrainedDrafterPlugin[SmallLM]):
     ) -> SmallLM:
         """See `DrafterPlugin.load`. Raises `UserError` too unless the methods' `target_states` fit."""
         pard2 = projection_config(read_config(where, role="small_lm"))
-        choices = {method.target_states for method in methods.values() if method.source == self.kind.name}
+        state_choices = {method.target_states for method in methods.values() if method.source == self.kind.name}
         expected = f"true: small_lm={where} has no projection of the target's hidden states"
-        require(pard2 is not None or False not in choices, "target_states", False, expected)
-        if pard2 is not None and choices != {False}:
+        require(pard2 is not None or False not in state_choices, "target_states", False, expected)
+        if pard2 is not None and state_choices != {False}:
             fits = target.is_seen and pard2.boundaries(target.config) is not None
             expected = f"PARD-2 for this target's hidden states, not {pard2}; or methods.NAME.target_states=false"
             require(fits, self.kind.name, where, expected)
@@ -194,10 +194,10 @@ class SmallLMPlugin(TrainedDrafterPlugin[SmallLM]):
 
     def identity(self, where: str | None) -> dict[str, object]:
         """A projection in a file of its own counts too."""
-        file = None if where is None else Path(where, PROJECTION_FILE)
-        if file is None or not file.is_file():
+        projection_path = None if where is None else Path(where, PROJECTION_FILE)
+        if projection_path is None or not projection_path.is_file():
             return super().identity(where)
-        return {**super().identity(where), "projection": hashlib.sha256(file.read_bytes()).hexdigest()[:16]}
+        return {**super().identity(where), "projection": hashlib.sha256(projection_path.read_bytes()).hexdigest()[:16]}
 
     def load_drafter(self, where: str, target: OpenTarget, **options: Unpack[ModelOptions]) -> SmallLM:
         return load_small_lm(where, target.tokenizer, target=target.config if target.is_seen else None, **options)

@@ -4,7 +4,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,22 +22,25 @@ from outrider.inference.engines.cpu.passes import LayerShape
 from outrider.inference.engines.cpu.recorded import settle
 from outrider.inference.engines.cpu.vectors import LANES, PANEL
 
+if TYPE_CHECKING:
+    from outrider.inference.engines.fused_layers import FusedLayer
+
 ONE_BY_ONE, AT_ONCE = "one by one", "at once"
 WIDTHS = (1, 2, 4, 8, 16, 32)  # rows of the passes that are measured
-SEEN = 2**20  # most rows × positions of a call: the workspace for scores has one float per head for each
-TOGETHER = 64  # most rows of a call for a norm and a product: every thread has its own copy of all of them
-COLD = 64 * 2**20  # bytes of weights that are read in turn by a timing, so that none is in a cache
-SMALL = 2**19  # bytes of a layer below which call overhead dominates
-SOME = 256  # positions by which the workspace grows
+MAX_SEEN = 2**20  # most rows × positions of a call: the workspace for scores has one float per head for each
+MAX_ROWS = 64  # most rows of a call for a norm and a product: every thread has its own copy of all of them
+COLD_BYTES = 64 * 2**20  # bytes of weights that are read in turn by a timing, so that none is in a cache
+SMALL_BYTES = 2**19  # bytes of a layer below which call overhead dominates
+ROUND_TO = 256  # positions by which the workspace grows
 REPEATS = 3  # after one warm-up
-_FLOATS = (entries.SCALES, entries.BIASES, entries.NORMS, entries.HEAD_NORMS, entries.EPS)
+_FLOAT_KEYS = (entries.SCALES, entries.BIASES, entries.NORMS, entries.HEAD_NORMS, entries.EPS)
 
 
 def fits_panels(linear: object) -> TypeGuard[Linear]:
     """Whether the kernels can multiply by this layer's weight on a CPU."""
     if isinstance(linear, CodedLinear):
-        panels = all(len(part) % PANEL == 0 and part.raw.device.type == "cpu" for part in linear.parts)
-        return panels and linear.like.dtype in (torch.float32, torch.bfloat16)
+        are_panels = all(len(part) % PANEL == 0 and part.raw.device.type == "cpu" for part in linear.parts)
+        return are_panels and linear.like.dtype in (torch.float32, torch.bfloat16)
     if isinstance(linear, Int8Linear):
         dtype, device = linear.scale.dtype, linear.codes.device
     elif type(linear) is nn.Linear:
@@ -78,8 +81,8 @@ class PanelLinear(nn.Module):
         """A plain copy [out, in]."""
         if self._coded is not None:
             return self._coded.weight.to(self._dtype)
-        plain = out_of_panels(self._panels, self.shape[0], self.layout.together).to(self._dtype)
-        return plain * self._scales.to(self._dtype)[:, None]
+        unscaled_weight = out_of_panels(self._panels, self.shape[0], self.layout.together).to(self._dtype)
+        return unscaled_weight * self._scales.to(self._dtype)[:, None]
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] → [..., out]. An `x` of another dtype is multiplied in that dtype (see `lossless.precise`)."""
@@ -91,20 +94,20 @@ class PanelLinear(nn.Module):
 
     __call__ = forward
 
-    def after(self, weight: Tensor, eps: float, x: Tensor) -> Tensor | None:
+    def after(self, norm_weight: Tensor, eps: float, x: Tensor) -> Tensor | None:
         """`forward` of weight · round(x / rms(x)) in one call; None if unsupported, as for an x of another dtype."""
-        inputs = self.shape[1]
-        rows = x.numel() // inputs
-        if x.dtype != self._dtype or weight.dtype != x.dtype or inputs % LANES or rows == 0:
+        input_size = self.shape[1]
+        rows = x.numel() // input_size
+        if x.dtype != self._dtype or norm_weight.dtype != x.dtype or input_size % LANES or rows == 0:
             return None
-        if rows > TOGETHER:
-            parts = [self.after(weight, eps, part) for part in x.reshape(rows, inputs).split(TOGETHER)]
-            return torch.cat([part for part in parts if part is not None]).view(*x.shape[:-1], -1)
-        work = torch.full((1 + most_threads() * (2 + self.layout.parts * rows) * inputs,), eps)
-        further_numbers = {entries.NORMS: weight.data_ptr(), entries.WORK: work.data_ptr()}
-        return self._call(self._normed, x, x.contiguous(), further_numbers)
+        if rows > MAX_ROWS:
+            outputs = [self.after(norm_weight, eps, part) for part in x.reshape(rows, input_size).split(MAX_ROWS)]
+            return torch.cat([part for part in outputs if part is not None]).view(*x.shape[:-1], -1)
+        workspace = torch.full((1 + most_threads() * (2 + self.layout.parts * rows) * input_size,), eps)
+        extra_values = {entries.NORMS: norm_weight.data_ptr(), entries.WORK: workspace.data_ptr()}
+        return self._call(self._normed, x, x.contiguous(), extra_values)
 
-    def _call(self, entry: int, x: Tensor, operand: Tensor, further_numbers: dict[int, int] | None = None) -> Tensor:
+    def _call(self, entry: int, x: Tensor, operand: Tensor, extra_values: dict[int, int] | None = None) -> Tensor:
         """Outputs [..., out] of an entry for x [..., in], passed as `operand`. further_numbers: of its table."""
         out = x.new_empty(*x.shape[:-1], self.shape[0])
         table = self._table.copy()
@@ -112,13 +115,13 @@ class PanelLinear(nn.Module):
         table[entries.BIASES] = self._biases.data_ptr()
         table[entries.X], table[entries.OUT] = operand.data_ptr(), out.data_ptr()
         table[entries.ROWS] = x.numel() // self.shape[1]
-        for index, number in (further_numbers or {}).items():
-            table[index] = number
+        for table_index, value in (extra_values or {}).items():
+            table[table_index] = value
         call(entry, table, self._bytes)
         return out
 
 
-class _Part(NamedTuple):
+class RowSpan(NamedTuple):
     """Consecutive rows of a text for one call; see `passes.BEGIN`."""
 
     rows: int
@@ -129,16 +132,16 @@ class _Part(NamedTuple):
     mask: Tensor | None  # [1, 1, rows, past + rows]
 
 
-def _group_parts(parts: Sequence[_Part]) -> list[list[_Part]]:
-    """`parts` in order, as many in each call as `SEEN` allows."""
-    calls: list[list[_Part]] = []
-    rows = seen = 0
-    for part in parts:
-        rows, seen = rows + part.rows, max(seen, part.past + part.rows)
-        if not calls or rows * seen > SEEN:
-            rows, seen = part.rows, part.past + part.rows
+def _group_parts(spans: Sequence[RowSpan]) -> list[list[RowSpan]]:
+    """`spans` in order, as many in each call as `MAX_SEEN` allows."""
+    calls: list[list[RowSpan]] = []
+    call_rows = call_positions = 0
+    for span in spans:
+        call_rows, call_positions = call_rows + span.rows, max(call_positions, span.past + span.rows)
+        if not calls or call_rows * call_positions > MAX_SEEN:
+            call_rows, call_positions = span.rows, span.past + span.rows
             calls.append([])
-        calls[-1].append(part)
+        calls[-1].append(span)
     return calls
 
 
@@ -148,7 +151,7 @@ class LayersAtOnce:
     layout: the layout of the weights. They are a second copy; the layers keep their own.
     """
 
-    def __init__(self, layers: Sequence[Any]):
+    def __init__(self, layers: Sequence["FusedLayer"]):
         first = layers[0]
         self._dtype = dtype_of(first)
         self._first = first.layer_idx
@@ -162,12 +165,12 @@ class LayersAtOnce:
         self._coded = [linear.parts for linear in linears if isinstance(linear, CodedLinear)]
         self._bytes = bytes_of_codes(first.products) or self._weights[0].nbytes
         # Layer by layer, so that there is no third copy of a large model.
-        for row, layer in zip(self._weights, layers, strict=True):
-            for part, linear in zip(row.split(weight_counts), layer.products, strict=True):
-                part.copy_(self.layout.panels(linear))
+        for layer_weights, layer in zip(self._weights, layers, strict=True):
+            for weight_slice, linear in zip(layer_weights.split(weight_counts), layer.products, strict=True):
+                weight_slice.copy_(self.layout.panels(linear))
         ones = torch.ones(first.rotated, first.head_dim)
         head_eps = -1.0 if first.head_scale is None else first.head_eps
-        self._floats = (  # in the order of `_FLOATS`
+        self._floats = (  # in the order of `_FLOAT_KEYS`
             torch.stack([torch.cat([_scales(linear) for linear in layer.products]) for layer in layers]),
             torch.stack([torch.cat([_biases(linear) for linear in layer.products]) for layer in layers]),
             torch.stack(
@@ -177,35 +180,34 @@ class LayersAtOnce:
             torch.tensor([first.attention_norm.eps, head_eps, first.head_dim**-0.5]),
         )
         self._function = self.layout.entry(entries.layers_entry)
-        table = [0] * entries.TABLE
+        self._table = table = [0] * entries.TABLE  # addresses are filled in at each use: a copy has others
         table[entries.LAYERS] = len(layers)
         table[entries.INPUTS], table[entries.HEADS], table[entries.KEY_HEADS] = self._shape[:3]
         table[entries.WIDTH], table[entries.INNER] = self._shape[3:]
-        self._table = table  # addresses are filled in at each use: a copy of this object has others
         self._workspace_sizes: dict[tuple[int, int, int], int] = {}
 
-    def choose_way(self, layers: Sequence[Any]) -> str:
+    def choose_way(self, layers: Sequence["FusedLayer"]) -> str:
         """The measured faster way through `layers`, `AT_ONCE` or `ONE_BY_ONE`; or the recorded one.
 
         The two round differently, so the chosen one runs all passes, of few rows or many.
         """
         if self.layout.way == "codes":  # PyTorch has no product with codes
             return AT_ONCE
-        hidden, inner = self._shape.hidden, self._shape.inner
-        question = f"{len(layers)} layers of {hidden} and {inner} in {str(self._dtype).removeprefix('torch.')}"
-        return settle(question, (ONE_BY_ONE, AT_ONCE), lambda: AT_ONCE if self.is_faster(layers) else ONE_BY_ONE)
+        hidden_dim, mlp_dim = self._shape.hidden, self._shape.inner
+        choice_key = f"{len(layers)} layers of {hidden_dim} and {mlp_dim} in {str(self._dtype).removeprefix('torch.')}"
+        return settle(choice_key, (ONE_BY_ONE, AT_ONCE), lambda: AT_ONCE if self.is_faster(layers) else ONE_BY_ONE)
 
     @torch.inference_mode()  # with gradients `run` would do nothing, which takes no time
-    def is_faster(self, layers: Sequence[Any], clock: Callable[[], float] = time.perf_counter) -> bool:
+    def is_faster(self, layers: Sequence["FusedLayer"], clock: Callable[[], float] = time.perf_counter) -> bool:
         """Whether passes of `WIDTHS` rows are faster at once than layer by layer, by the mean of log times.
 
         Uses as many `layers` as exceed the caches. If a layer is so small that call overhead dominates, it is not
         measured: at once is faster then.
         """
         layer_bytes = self._weights[0].nbytes
-        if layer_bytes < SMALL:
+        if layer_bytes < SMALL_BYTES:
             return True
-        count = min(len(layers), math.ceil(COLD / layer_bytes))
+        layer_count = min(len(layers), math.ceil(COLD_BYTES / layer_bytes))
         zero_row = torch.zeros(1, 1, self._shape.hidden, dtype=self._dtype)
         one_row = torch.ones(1, 1, self._shape.width, dtype=self._dtype)
         log_speedup = 0.0
@@ -214,24 +216,24 @@ class LayersAtOnce:
             mask = torch.zeros(1, 1, rows, rows + 1, dtype=self._dtype)
             seconds: tuple[list[float], list[float]] = ([], [])
             for _ in range(1 + REPEATS):
-                cache = KVCache(range(self._first, self._first + count), rows + 1)
+                cache = KVCache(range(self._first, self._first + layer_count), rows + 1)
                 cache.length = 1  # as after a text of one token
                 started = clock()
-                output = self.run(hidden, 0, count, (rotary_rows, rotary_rows), mask, cache)
-                between = clock()
+                output = self.run(hidden, 0, layer_count, (rotary_rows, rotary_rows), mask, cache)
+                middle_time = clock()
                 assert output is not None
-                for layer in layers[:count]:
+                for layer in layers[:layer_count]:
                     layer.one_by_one(hidden, mask, (rotary_rows, rotary_rows), cache)
-                seconds[0].append(between - started)
-                seconds[1].append(clock() - between)
+                seconds[0].append(middle_time - started)
+                seconds[1].append(clock() - middle_time)
             log_speedup += math.log(statistics.median(seconds[1][1:]) / statistics.median(seconds[0][1:]))
         return log_speedup > 0
 
     @classmethod
-    def of(cls, layers: Sequence[Any]) -> "LayersAtOnce | None":
+    def of(cls, layers: Sequence["FusedLayer"]) -> "LayersAtOnce | None":
         """For `layers`, `inference.engines.fused_layers.FusedLayer`s; None if the kernels cannot run them."""
         is_supported = layers and all(layer.gates_by_silu for layer in layers)
-        if not is_supported or not all(fits_panels(part) for layer in layers for part in layer.products):
+        if not is_supported or not all(fits_panels(linear) for layer in layers for linear in layer.products):
             return None
         signatures = {
             (
@@ -258,20 +260,20 @@ class LayersAtOnce:
         if not all(tensor.dtype == self._dtype for tensor in (hidden, rotary[0])):
             return None
         if isinstance(mask, TextMasks):
-            parts = [self._parts_of(*text) for text in zip(mask.rows, mask.masks, mask.caches, strict=True)]
+            text_spans = [self._spans(*text) for text in zip(mask.rows, mask.masks, mask.caches, strict=True)]
         else:
-            parts = [self._parts_of(hidden.shape[1], mask, cache)]
-        outputs, begin = [], 0
-        if not all(parts):
+            text_spans = [self._spans(hidden.shape[1], mask, cache)]
+        outputs, row_begin = [], 0
+        if not all(text_spans):
             return None
         # Later calls see the keys of earlier ones.
-        for parts_of_call in _group_parts([part for text in parts for part in text]):
-            rows = slice(begin, begin := begin + sum(part.rows for part in parts_of_call))
-            turned = (rotary[0][:, rows], rotary[1][:, rows])
-            outputs.append(self._call(hidden[:, rows], start, stop, turned, parts_of_call))
+        for call_spans in _group_parts([span for text in text_spans for span in text]):
+            row_slice = slice(row_begin, row_begin := row_begin + sum(span.rows for span in call_spans))
+            call_rotary = (rotary[0][:, row_slice], rotary[1][:, row_slice])
+            outputs.append(self._call(hidden[:, row_slice], start, stop, call_rotary, call_spans))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
-    def _parts_of(self, rows: int, mask: Mask, cache: LayerCache | None) -> "list[_Part]":
+    def _spans(self, rows: int, mask: Mask, cache: LayerCache | None) -> "list[RowSpan]":
         """The rows of a text, split for one call or several; empty if they are not supported."""
         if not isinstance(cache, KVCache) or cache.fixed is not None or isinstance(mask, Band | TextMasks):
             return []
@@ -282,40 +284,40 @@ class LayersAtOnce:
         buffer = cache.buffer(rows, self._shape.key_heads, self._shape.width, torch.empty(0, dtype=self._dtype))
         if buffer is None:
             return []
-        value_offset, past = buffer.stride(1) * buffer.itemsize, cache.length
+        value_offset, past_length = buffer.stride(1) * buffer.itemsize, cache.length
         keys_address = buffer.data_ptr() - 2 * value_offset * (cache.layers.start - self._first)
-        max_rows = max(1, SEEN // (past + rows))
-        parts = []
+        max_rows = max(1, MAX_SEEN // (past_length + rows))
+        spans = []
         for begin in range(0, rows, max_rows):
             end = min(rows, begin + max_rows)
-            part_mask = None if mask is None else mask[:, :, begin:end, : past + end].contiguous()
-            parts.append(_Part(end - begin, past + begin, keys_address, value_offset, cache.slots, part_mask))
-        return parts
+            span_mask = None if mask is None else mask[:, :, begin:end, : past_length + end].contiguous()
+            spans.append(RowSpan(end - begin, past_length + begin, keys_address, value_offset, cache.slots, span_mask))
+        return spans
 
     def _call(
-        self, hidden: Tensor, start: int, stop: int, rotary: tuple[Tensor, Tensor], parts: "Sequence[_Part]"
+        self, hidden: Tensor, start: int, stop: int, rotary: tuple[Tensor, Tensor], spans: "Sequence[RowSpan]"
     ) -> Tensor:  # fmt: skip
         """Run layers start … stop − 1 on hidden [..., d]: the rows of the first part, then those of the next."""
         hidden = hidden.contiguous()
         rows, threads = hidden.numel() // self._shape.hidden, most_threads()
         out = torch.empty_like(hidden)
         cos, sin = rotary[0].contiguous(), rotary[1].contiguous()
-        columns, begin = [], 0
-        for part in parts:
-            mask = 0 if part.mask is None else part.mask.data_ptr()
-            columns.append((begin, part.rows, part.keys_address, part.value_offset, part.slots, part.past, mask))
-            begin += part.rows
-        texts = torch.tensor(columns)
-        positions = max(part.past + part.rows for part in parts)
-        work = torch.empty(self._workspace_size(rows, threads, positions))
+        span_infos, begin = [], 0
+        for span in spans:
+            mask_ptr = 0 if span.mask is None else span.mask.data_ptr()
+            span_infos.append((begin, span.rows, span.keys_address, span.value_offset, span.slots, span.past, mask_ptr))
+            begin += span.rows
+        span_table = torch.tensor(span_infos)
+        position_count = max(span.past + span.rows for span in spans)
+        work = torch.empty(self._workspace_size(rows, threads, position_count))
         table = self._table.copy()
         table[entries.WEIGHTS] = self._weights.data_ptr()
-        for index, tensor in zip(_FLOATS, self._floats, strict=True):
-            table[index] = tensor.data_ptr()
+        for table_index, tensor in zip(_FLOAT_KEYS, self._floats, strict=True):
+            table[table_index] = tensor.data_ptr()
         table[entries.X], table[entries.OUT] = hidden.data_ptr(), out.data_ptr()
         table[entries.COS], table[entries.SIN] = cos.data_ptr(), sin.data_ptr()
-        table[entries.TEXTS], table[entries.COUNT] = texts.data_ptr(), len(parts)
-        table[entries.WORK], table[entries.POSITIONS] = work.data_ptr(), positions
+        table[entries.TEXTS], table[entries.COUNT] = span_table.data_ptr(), len(spans)
+        table[entries.WORK], table[entries.POSITIONS] = work.data_ptr(), position_count
         table[entries.START], table[entries.STOP], table[entries.ROWS] = start, stop, rows
         table[entries.MOST] = threads
         call(self._function, table, self._bytes * (stop - start))
@@ -323,7 +325,7 @@ class LayersAtOnce:
 
     def _workspace_size(self, rows: int, threads: int, positions: int) -> int:
         """The workspace of a pass over `positions` positions in floats, rounded up; cached, as computing it is slow."""
-        shape = (rows, threads, -(-positions // SOME) * SOME)
+        shape = (rows, threads, -(-positions // ROUND_TO) * ROUND_TO)
         if shape not in self._workspace_sizes:
             self._workspace_sizes[shape] = sum(entries.workspace_sizes(self._shape, *shape, self.layout.parts))
         return self._workspace_sizes[shape]
@@ -341,7 +343,6 @@ def bytes_of_codes(linears: Sequence[Linear]) -> int:
     return sum(part.raw.nbytes for linear in linears if isinstance(linear, CodedLinear) for part in linear.parts)
 
 
-def dtype_of(layer: Any) -> torch.dtype:
+def dtype_of(layer: "FusedLayer") -> torch.dtype:
     """The dtype in which a fused layer computes."""
-    dtype: torch.dtype = layer.attention_norm.weight.dtype
-    return dtype
+    return cast(torch.dtype, layer.attention_norm.weight.dtype)

@@ -56,12 +56,12 @@ class AttentionTask(NamedTuple):
 @kernel
 def seen_by(task, row):
     """The number of positions up to the last one that a row sees."""
-    mask, count = task.mask[row - task.row], task.seen
+    mask, visible_count = task.mask[row - task.row], task.seen
     if mask.shape[0] == 0:
-        return count - (task.rows - 1) + (row - task.row)
-    while count > 1 and wide(mask[count - 1]) < _HIDDEN:
-        count -= 1
-    return count
+        return visible_count - (task.rows - 1) + (row - task.row)
+    while visible_count > 1 and wide(mask[visible_count - 1]) < _HIDDEN:
+        visible_count -= 1
+    return visible_count
 
 
 @kernel
@@ -71,14 +71,14 @@ def _first_gap(mask, count):
     while begin < count and wide(mask[begin]) < _HIDDEN:  # before a window
         begin += 1
     while begin < count:
-        end, hidden = min(count, begin + _BLOCK), 0
-        for j in range(begin, end):
-            hidden += wide(mask[j]) < _HIDDEN
-        if hidden > 0:
+        block_end, hidden_count = min(count, begin + _BLOCK), 0
+        for j in range(begin, block_end):
+            hidden_count += wide(mask[j]) < _HIDDEN
+        if hidden_count > 0:
             while wide(mask[begin]) >= _HIDDEN:
                 begin += 1
             return begin
-        begin = end
+        begin = block_end
     return count
 
 
@@ -92,29 +92,29 @@ def softmax(scores, line, count, size, mask, scale):
     line_scores = scores[line]
     for j in range(count):
         line_scores[j] *= scale
-    gap = seen = count
+    first_gap = visible_count = count
     if mask.shape[0] > 0:
         for j in range(count):
             line_scores[j] += wide(mask[j])
-        gap = seen = _first_gap(mask, count)
-        for j in range(gap, count):
+        first_gap = visible_count = _first_gap(mask, count)
+        for j in range(first_gap, count):
             if wide(mask[j]) >= _HIDDEN:
-                line_scores[seen] = line_scores[j]
-                seen += 1
-    vectors = -(-seen // LANES) * LANES
-    for j in range(seen, vectors):
+                line_scores[visible_count] = line_scores[j]
+                visible_count += 1
+    padded_visible = -(-visible_count // LANES) * LANES
+    for j in range(visible_count, padded_visible):
         line_scores[j] = np.float32(-np.inf)
-    softmax_row(scores, line, vectors)
+    softmax_row(scores, line, padded_visible)
     for j in range(count, size):
         line_scores[j] = np.float32(0.0)
-    if gap == count:
+    if first_gap == count:
         return
-    for j in range(count - 1, gap - 1, -1):
+    for j in range(count - 1, first_gap - 1, -1):
         if wide(mask[j]) < _HIDDEN:
             line_scores[j] = np.float32(0.0)
         else:
-            seen -= 1
-            line_scores[j] = line_scores[seen]
+            visible_count -= 1
+            line_scores[j] = line_scores[visible_count]
 
 
 _KEYS = 8  # keys whose scores are summed at once
@@ -131,22 +131,22 @@ def _scores_of(keys_at_once):
     @intrinsic
     def scores_of(context, query, keys, row, scores, begin):
         def make(context, builder, signature, arguments):
-            kinds, arrays = (query, keys, scores), (arguments[0], arguments[1], arguments[3])
-            of_query, of_keys, of_scores = arrays_of(context, builder, kinds, arrays)
-            row, begin = arguments[2], arguments[4]
-            rows = [row_of(builder, of_keys, builder.add(row, LONG(number))) for number in range(keys_at_once)]
+            array_types, arrays = (query, keys, scores), (arguments[0], arguments[1], arguments[3])
+            of_query, of_keys, of_scores = arrays_of(context, builder, array_types, arrays)
+            key_row, begin = arguments[2], arguments[4]
+            key_rows = [row_of(builder, of_keys, builder.add(key_row, LONG(number))) for number in range(keys_at_once)]
 
             def multiply(block, sums):
                 at = builder.mul(block, LONG(LANES))
-                part = load_floats(builder, of_query.data, at, query.dtype)
-                key_parts = [load_floats(builder, row, at, keys.dtype) for row in rows]
-                return [add_product(builder, total, part, key) for total, key in zip(sums, key_parts, strict=True)]
+                q_part = load_floats(builder, of_query.data, at, query.dtype)
+                key_parts = [load_floats(builder, row, at, keys.dtype) for row in key_rows]
+                return [add_product(builder, total, q_part, key) for total, key in zip(sums, key_parts, strict=True)]
 
             width = cgutils.unpack_tuple(builder, of_query.shape, 1)[0]
-            blocks = builder.sdiv(width, LONG(LANES))
-            sums = sums_of_lanes(builder, loop(builder, blocks, [ZEROS] * keys_at_once, multiply))
-            into = builder.gep(of_scores.data, [begin])
-            builder.store(sums, builder.bitcast(into, sums.type.as_pointer()), align=4)
+            block_count = builder.sdiv(width, LONG(LANES))
+            sums = sums_of_lanes(builder, loop(builder, block_count, [ZEROS] * keys_at_once, multiply))
+            score_address = builder.gep(of_scores.data, [begin])
+            builder.store(sums, builder.bitcast(score_address, sums.type.as_pointer()), align=4)
             return context.get_dummy_value()
 
         return types.void(query, keys, types.int64, scores, types.int64), make
@@ -163,22 +163,22 @@ def _weighed(vectors):
     @intrinsic
     def weighed(context, weights, begin, values, row, count, column, sums):
         def make(context, builder, signature, arguments):
-            kinds, arrays = (weights, values, sums), (arguments[0], arguments[2], arguments[6])
-            of_weights, of_values, of_sums = arrays_of(context, builder, kinds, arrays)
+            array_types, arrays = (weights, values, sums), (arguments[0], arguments[2], arguments[6])
+            of_weights, of_values, of_sums = arrays_of(context, builder, array_types, arrays)
             begin, (row, count, column) = arguments[1], arguments[3:6]
             columns = [builder.add(column, LONG(number * LANES)) for number in range(vectors)]
 
             def multiply(position, totals):
                 address = builder.gep(of_weights.data, [builder.add(begin, position)])
                 weight = splat(builder, builder.load(address, align=4))
-                value = row_of(builder, of_values, builder.add(row, position))
-                parts = [load_floats(builder, value, at, values.dtype) for at in columns]
+                value_row = row_of(builder, of_values, builder.add(row, position))
+                parts = [load_floats(builder, value_row, at, values.dtype) for at in columns]
                 return [add_product(builder, total, weight, part) for total, part in zip(totals, parts, strict=True)]
 
-            starting = [load_floats(builder, of_sums.data, at, types.float32) for at in columns]
-            for at, total in zip(columns, loop(builder, count, starting, multiply), strict=True):
-                into = builder.bitcast(builder.gep(of_sums.data, [at]), FLOATS.as_pointer())
-                builder.store(total, into, align=4)
+            initial_sums = [load_floats(builder, of_sums.data, at, types.float32) for at in columns]
+            for at, total in zip(columns, loop(builder, count, initial_sums, multiply), strict=True):
+                sum_address = builder.bitcast(builder.gep(of_sums.data, [at]), FLOATS.as_pointer())
+                builder.store(total, sum_address, align=4)
             return context.get_dummy_value()
 
         index = types.int64
@@ -210,20 +210,20 @@ def attend(task, first_query, end_query, in_bf16, out):
 @kernel
 def _attend_head(task, heads, key_head, first_query, end_query, in_bf16, out):
     """`attend` for queries first_query … end_query − 1 of one key head."""
-    keys, values, near = task.keys[key_head], task.values[key_head], task.near
+    keys, values, near_buffer = task.keys[key_head], task.values[key_head], task.near
     width, heads_per_key = keys.shape[1], heads // task.keys.shape[0]
-    widen = keys.itemsize == 2 and end_query - first_query > 2  # once for all queries
-    for begin in range(0, task.seen, NEAR):
-        if widen:
-            _widen(keys, begin, min(begin + NEAR, task.seen), near)
+    is_widened = keys.itemsize == 2 and end_query - first_query > 2  # once for all queries
+    for block_begin in range(0, task.seen, NEAR):
+        if is_widened:
+            _widen(keys, block_begin, min(block_begin + NEAR, task.seen), near_buffer)
         for query in range(first_query, end_query):
             row, head = task.row + query // heads_per_key, key_head * heads_per_key + query % heads_per_key
-            count = min(NEAR, seen_by(task, row) - begin)
+            count = min(NEAR, seen_by(task, row) - block_begin)
             vector, scores = task.queries[row, head * width : (head + 1) * width], task.scores[row * heads + head]
-            if widen:
-                _score(vector, near, 0, count, scores, begin)
+            if is_widened:
+                _score(vector, near_buffer, 0, count, scores, block_begin)
             else:
-                _score(vector, keys, begin, count, scores, begin)
+                _score(vector, keys, block_begin, count, scores, block_begin)
     for query in range(first_query, end_query):
         row, head = task.row + query // heads_per_key, key_head * heads_per_key + query % heads_per_key
         count = seen_by(task, row)
@@ -231,17 +231,17 @@ def _attend_head(task, heads, key_head, first_query, end_query, in_bf16, out):
             task.scores, row * heads + head, count, -(-count // LANES) * LANES, task.mask[row - task.row], task.scale
         )
         task.sums[row, head * width : (head + 1) * width] = np.float32(0.0)
-    for begin in range(0, task.seen, NEAR):
-        if widen:
-            _widen(values, begin, min(begin + NEAR, task.seen), near)
+    for block_begin in range(0, task.seen, NEAR):
+        if is_widened:
+            _widen(values, block_begin, min(block_begin + NEAR, task.seen), near_buffer)
         for query in range(first_query, end_query):
             row, head = task.row + query // heads_per_key, key_head * heads_per_key + query % heads_per_key
-            count = min(NEAR, seen_by(task, row) - begin)
+            count = min(NEAR, seen_by(task, row) - block_begin)
             scores, sums = task.scores[row * heads + head], task.sums[row, head * width : (head + 1) * width]
-            if widen:
-                _weigh(scores, begin, near, 0, count, sums)
+            if is_widened:
+                _weigh(scores, block_begin, near_buffer, 0, count, sums)
             else:
-                _weigh(scores, begin, values, begin, count, sums)
+                _weigh(scores, block_begin, values, block_begin, count, sums)
     for query in range(first_query, end_query):
         row, head = task.row + query // heads_per_key, key_head * heads_per_key + query % heads_per_key
         put_columns(task.sums, row, head * width, out, row, head * width, width, in_bf16)
@@ -257,10 +257,10 @@ def _widen(stored, begin, end, near):
 @kernel
 def _score(query, keys, row, count, scores, begin):
     """scores[begin + j] = query · keys[row + j], j < count."""
-    tail = max(count, 0) // _KEYS * _KEYS
-    for j in range(0, tail, _KEYS):
+    tail_begin = max(count, 0) // _KEYS * _KEYS
+    for j in range(0, tail_begin, _KEYS):
         _scores_of_some(query, keys, row + j, scores, begin + j)
-    for j in range(tail, count):
+    for j in range(tail_begin, count):
         _score_of_one(query, keys, row + j, scores, begin + j)
 
 

@@ -34,9 +34,9 @@ from outrider.inference.engines.cpu.vectors import (
 )
 
 # Registers. The first four have as many rows as there are queries.
-_SUMS, _WEIGHTS, _RIGHT, _SCORES, _KEYS = (0, 1), (2, 3), (4, 5), 6, 7
-_OF_QUERIES = 3  # the last of those four
-_ALWAYS = ir.Constant(ir.IntType(1), 1)
+_SUM_REGS, _WEIGHT_REGS, _RIGHT_REGS, _SCORE_REG, _KEY_REG = (0, 1), (2, 3), (4, 5), 6, 7
+_LAST_QUERY_REG = 3  # the last of those four
+_TRUE_BIT = ir.Constant(ir.IntType(1), 1)
 _SHORT = ir.IntType(16)
 _SHORTS = ir.VectorType(_SHORT, LANES)
 
@@ -58,10 +58,10 @@ def _transposed(builder, vectors):
             if i & distance:
                 continue
             first, second = vectors[i], vectors[i + distance]
-            lower = [lane if not lane & distance else LANES + lane - distance for lane in range(LANES)]
-            upper = [lane + distance if not lane & distance else LANES + lane for lane in range(LANES)]
+            lower_lanes = [lane if not lane & distance else LANES + lane - distance for lane in range(LANES)]
+            upper_lanes = [lane + distance if not lane & distance else LANES + lane for lane in range(LANES)]
             vectors[i], vectors[i + distance] = (
-                builder.shuffle_vector(first, second, ir.Constant(INTS, mask)) for mask in (lower, upper)
+                builder.shuffle_vector(first, second, ir.Constant(INTS, mask)) for mask in (lower_lanes, upper_lanes)
             )
         distance *= 2
     return vectors
@@ -86,19 +86,19 @@ def _place_queries(context, block, count, packed):
         width = cgutils.unpack_tuple(builder, of_block.shape, 2)[1]
 
         def pack(step, nothing):
-            rows = []
+            query_rows = []
             for number in range(BLOCK):
-                here = builder.select(builder.icmp_signed("<", LONG(number), last_query), LONG(number), last_query)
-                line, at = row_of(builder, of_block, here), builder.mul(step, LONG(STEP))
-                parts = [
-                    _shorts(builder, load_floats(builder, line, builder.add(at, LONG(half)), types.float32))
+                query = builder.select(builder.icmp_signed("<", LONG(number), last_query), LONG(number), last_query)
+                query_row, at = row_of(builder, of_block, query), builder.mul(step, LONG(STEP))
+                halves = [
+                    _shorts(builder, load_floats(builder, query_row, builder.add(at, LONG(half)), types.float32))
                     for half in (0, LANES)
                 ]
-                joined = builder.shuffle_vector(*parts, ir.Constant(ir.VectorType(INT, STEP), list(range(STEP))))
-                rows.append(builder.bitcast(joined, INTS))
-            into = builder.gep(_bytes_of(builder, of_packed), [builder.mul(step, LONG(REGISTER))])
-            for number, row in enumerate(_transposed(builder, rows)):
-                builder.store(row, _vector_at(builder, builder.gep(into, [LONG(number * LINE)]), INTS), align=4)
+                joined = builder.shuffle_vector(*halves, ir.Constant(ir.VectorType(INT, STEP), list(range(STEP))))
+                query_rows.append(builder.bitcast(joined, INTS))
+            address = builder.gep(_bytes_of(builder, of_packed), [builder.mul(step, LONG(REGISTER))])
+            for number, row in enumerate(_transposed(builder, query_rows)):
+                builder.store(row, _vector_at(builder, builder.gep(address, [LONG(number * LINE)]), INTS), align=4)
             return nothing
 
         loop(builder, builder.sdiv(width, LONG(STEP)), [], pack)
@@ -107,18 +107,18 @@ def _place_queries(context, block, count, packed):
     return types.void(block, types.int64, packed), make
 
 
-def _copy_tail(builder, keys, position, positions, width, into):
+def _copy_tail(builder, keys, position, key_count, width, tail_keys):
     """Copy 16 keys from a position on to contiguous memory; positions after the last key get the last one."""
-    last_key = builder.sub(positions, LONG(1))
+    last_key = builder.sub(key_count, LONG(1))
 
     def copy(block, nothing):
         at = builder.mul(block, LONG(LANES))
         for number in range(BLOCK):
-            here = builder.add(position, LONG(number))
-            here = builder.select(builder.icmp_signed("<", here, last_key), here, last_key)
-            line = address_at(builder, row_of(builder, keys, here), at, _SHORT)
-            destination = address_at(builder, into, builder.add(builder.mul(width, LONG(number)), at), _SHORT)
-            vector = builder.load(_vector_at(builder, line, _SHORTS), align=2)
+            key_index = builder.add(position, LONG(number))
+            key_index = builder.select(builder.icmp_signed("<", key_index, last_key), key_index, last_key)
+            source = address_at(builder, row_of(builder, keys, key_index), at, _SHORT)
+            destination = address_at(builder, tail_keys, builder.add(builder.mul(width, LONG(number)), at), _SHORT)
+            vector = builder.load(_vector_at(builder, source, _SHORTS), align=2)
             builder.store(vector, _vector_at(builder, destination, _SHORTS), align=2)
         return nothing
 
@@ -133,37 +133,37 @@ def _score_keys(context, keys, position, packed, work, tail, scores, line, count
     """
 
     def make(context, builder, signature, arguments):
-        kinds, arrays = (keys, packed, work, tail, scores), (arguments[0], *arguments[2:6])
-        of_keys, of_packed, of_room, of_tail, of_scores = arrays_of(context, builder, kinds, arrays)
+        array_types, arrays = (keys, packed, work, tail, scores), (arguments[0], *arguments[2:6])
+        of_keys, of_packed, of_work, of_tail, of_scores = arrays_of(context, builder, array_types, arrays)
         position, line, count = arguments[1], arguments[6], arguments[7]
-        positions, width = cgutils.unpack_tuple(builder, of_keys.shape, 2)
-        right, tail_keys = _bytes_of(builder, of_packed), _bytes_of(builder, of_tail)
-        complete = builder.icmp_signed("<=", builder.add(position, LONG(BLOCK)), positions)
-        with builder.if_then(builder.not_(complete)):
-            _copy_tail(builder, of_keys, position, positions, width, tail_keys)
-        source = builder.select(complete, row_of(builder, of_keys, position), tail_keys)
-        distance = builder.select(complete, _line_of(builder, of_keys), builder.mul(width, LONG(2)))
-        call_amx(builder, "tilezero", _SCORES)
+        key_count, width = cgutils.unpack_tuple(builder, of_keys.shape, 2)
+        packed_queries, tail_keys = _bytes_of(builder, of_packed), _bytes_of(builder, of_tail)
+        is_complete = builder.icmp_signed("<=", builder.add(position, LONG(BLOCK)), key_count)
+        with builder.if_then(builder.not_(is_complete)):
+            _copy_tail(builder, of_keys, position, key_count, width, tail_keys)
+        key_address = builder.select(is_complete, row_of(builder, of_keys, position), tail_keys)
+        row_stride = builder.select(is_complete, _line_of(builder, of_keys), builder.mul(width, LONG(2)))
+        call_amx(builder, "tilezero", _SCORE_REG)
 
         def multiply(step, nothing):
-            at = builder.gep(source, [builder.mul(step, LONG(LINE))])
-            call_amx(builder, "tileloadd64", _KEYS, at, distance)
-            at = builder.gep(right, [builder.mul(step, LONG(REGISTER))])
-            call_amx(builder, "tileloadd64", _RIGHT[0], at, LONG(LINE))
-            call_amx(builder, "tdpbf16ps", _SCORES, _KEYS, _RIGHT[0])
+            address = builder.gep(key_address, [builder.mul(step, LONG(LINE))])
+            call_amx(builder, "tileloadd64", _KEY_REG, address, row_stride)
+            address = builder.gep(packed_queries, [builder.mul(step, LONG(REGISTER))])
+            call_amx(builder, "tileloadd64", _RIGHT_REGS[0], address, LONG(LINE))
+            call_amx(builder, "tdpbf16ps", _SCORE_REG, _KEY_REG, _RIGHT_REGS[0])
             return nothing
 
         loop(builder, builder.sdiv(width, LONG(STEP)), [], multiply)
-        between = _bytes_of(builder, of_room)
-        call_amx(builder, "tilestored64", _SCORES, between, LONG(LINE))
+        scratch = _bytes_of(builder, of_work)
+        call_amx(builder, "tilestored64", _SCORE_REG, scratch, LONG(LINE))
         rows = [
-            builder.load(_vector_at(builder, builder.gep(between, [LONG(number * LINE)]), INTS), align=4)
+            builder.load(_vector_at(builder, builder.gep(scratch, [LONG(number * LINE)]), INTS), align=4)
             for number in range(BLOCK)
         ]
         for number, row in enumerate(_transposed(builder, rows)):
             into = address_at(builder, row_of(builder, of_scores, builder.add(line, LONG(number))), position, INT)
-            there = builder.icmp_signed("<", LONG(number), count)
-            into = builder.select(there, builder.bitcast(into, BYTE.as_pointer()), between)  # else to the workspace
+            is_query = builder.icmp_signed("<", LONG(number), count)
+            into = builder.select(is_query, builder.bitcast(into, BYTE.as_pointer()), scratch)  # else to the workspace
             builder.store(row, _vector_at(builder, into, INTS), align=4)
         return context.get_dummy_value()
 
@@ -182,10 +182,10 @@ def _split_weights(context, scores, line, steps):
         def split(step, nothing):
             at = builder.mul(step, LONG(STEP))
             values = [load_floats(builder, start, builder.add(at, LONG(half)), types.float32) for half in (0, LANES)]
-            rests = [builder.fsub(value, rounded(builder, value, _ALWAYS)) for value in values]
-            for number, value in enumerate((*values, *rests)):
-                into = builder.gep(start, [builder.add(builder.mul(at, LONG(4)), LONG(number * LINE // 2))])
-                builder.store(_shorts(builder, value), _vector_at(builder, into, _SHORTS), align=2)
+            remainders = [builder.fsub(value, rounded(builder, value, _TRUE_BIT)) for value in values]
+            for number, value in enumerate((*values, *remainders)):
+                address = builder.gep(start, [builder.add(builder.mul(at, LONG(4)), LONG(number * LINE // 2))])
+                builder.store(_shorts(builder, value), _vector_at(builder, address, _SHORTS), align=2)
             return nothing
 
         loop(builder, arguments[2], [], split)
@@ -202,52 +202,52 @@ def _weigh_values(context, scores, line, values, seen, nothing, work, block, col
     """
 
     def make(context, builder, signature, arguments):
-        kinds = (scores, values, nothing, work, block)
+        array_types = (scores, values, nothing, work, block)
         arrays = (arguments[0], arguments[2], *arguments[4:7])
-        of_scores, of_values, of_nothing, of_room, of_block = arrays_of(context, builder, kinds, arrays)
-        seen, column = arguments[3], arguments[7]
-        start = row_of(builder, of_scores, arguments[1])
-        right, zeros = _bytes_of(builder, of_room), _bytes_of(builder, of_nothing)
-        ends = [lane // 2 + LANES * (lane % 2) for lane in range(STEP)]
-        interleave = ir.Constant(ir.VectorType(INT, STEP), ends)
-        for register in _SUMS:
+        of_scores, of_values, of_zeros, of_work, of_block = arrays_of(context, builder, array_types, arrays)
+        key_count, column = arguments[3], arguments[7]
+        row_start = row_of(builder, of_scores, arguments[1])
+        packed, zeros = _bytes_of(builder, of_work), _bytes_of(builder, of_zeros)
+        lane_order = [lane // 2 + LANES * (lane % 2) for lane in range(STEP)]
+        interleave = ir.Constant(ir.VectorType(INT, STEP), lane_order)
+        for register in _SUM_REGS:
             call_amx(builder, "tilezero", register)
 
         def place_pair(pair, step):
             position = builder.add(builder.mul(step, LONG(STEP)), builder.mul(pair, LONG(2)))
             sources = []
             for offset in (0, 1):
-                here = builder.add(position, LONG(offset))
-                source = address_at(builder, row_of(builder, of_values, here), column, _SHORT)
+                value_row = builder.add(position, LONG(offset))
+                source = address_at(builder, row_of(builder, of_values, value_row), column, _SHORT)
                 source = builder.bitcast(source, BYTE.as_pointer())
-                sources.append(builder.select(builder.icmp_signed("<", here, seen), source, zeros))
-            for number in range(len(_SUMS)):
+                sources.append(builder.select(builder.icmp_signed("<", value_row, key_count), source, zeros))
+            for number in range(len(_SUM_REGS)):
                 vectors = [
                     builder.load(_vector_at(builder, builder.gep(source, [LONG(number * LINE // 2)]), _SHORTS), align=2)
                     for source in sources
                 ]
                 offset = builder.add(builder.mul(pair, LONG(LINE)), LONG(number * REGISTER))
                 joined = builder.shuffle_vector(*vectors, interleave)
-                builder.store(joined, _vector_at(builder, builder.gep(right, [offset]), joined.type), align=2)
+                builder.store(joined, _vector_at(builder, builder.gep(packed, [offset]), joined.type), align=2)
             return ()
 
         def multiply(step, empty):
             loop(builder, LONG(STEP // 2), [], lambda pair, _: place_pair(pair, step))
-            at = builder.mul(step, LONG(2 * LINE))
-            for number, register in enumerate(_WEIGHTS):
-                address = builder.gep(start, [builder.add(at, LONG(number * LINE))])
+            weight_offset = builder.mul(step, LONG(2 * LINE))
+            for number, register in enumerate(_WEIGHT_REGS):
+                address = builder.gep(row_start, [builder.add(weight_offset, LONG(number * LINE))])
                 call_amx(builder, "tileloadd64", register, address, _line_of(builder, of_scores))
-            for number, (total, register) in enumerate(zip(_SUMS, _RIGHT, strict=True)):
-                call_amx(builder, "tileloadd64", register, builder.gep(right, [LONG(number * REGISTER)]), LONG(LINE))
-                for weights in _WEIGHTS:
-                    call_amx(builder, "tdpbf16ps", total, weights, register)
+            for number, (sum_register, register) in enumerate(zip(_SUM_REGS, _RIGHT_REGS, strict=True)):
+                call_amx(builder, "tileloadd64", register, builder.gep(packed, [LONG(number * REGISTER)]), LONG(LINE))
+                for weight_register in _WEIGHT_REGS:
+                    call_amx(builder, "tdpbf16ps", sum_register, weight_register, register)
             return empty
 
-        loop(builder, builder.sdiv(builder.add(seen, LONG(STEP - 1)), LONG(STEP)), [], multiply)
-        for number, register in enumerate(_SUMS):
-            into = address_at(builder, of_block.data, builder.add(column, LONG(number * LANES)), FLOAT)
-            into = builder.bitcast(into, BYTE.as_pointer())
-            call_amx(builder, "tilestored64", register, into, _line_of(builder, of_block))
+        loop(builder, builder.sdiv(builder.add(key_count, LONG(STEP - 1)), LONG(STEP)), [], multiply)
+        for number, register in enumerate(_SUM_REGS):
+            sum_address = address_at(builder, of_block.data, builder.add(column, LONG(number * LANES)), FLOAT)
+            sum_address = builder.bitcast(sum_address, BYTE.as_pointer())
+            call_amx(builder, "tilestored64", register, sum_address, _line_of(builder, of_block))
         return context.get_dummy_value()
 
     index = types.int64
@@ -256,7 +256,7 @@ def _weigh_values(context, scores, line, values, seen, nothing, work, block, col
 
 # Offsets in a thread's workspace `near`, in rows of D floats: queries, later their results, [16, D]; queries as a right
 # operand; intermediate scores or values, 2 KiB; keys, if fewer than 16 are left, [16, D]; zeros.
-_PACKED, _BETWEEN, _TAIL, _NOTHING, USED = 16, 24, 40, 48, 50
+_PACKED_AT, _WORK_AT, _TAIL_AT, _ZEROS_AT, USED = 16, 24, 40, 48, 50
 
 
 @kernel
@@ -266,16 +266,16 @@ def attend_by_amx(task, first_query, end_query, in_bf16, out):
     Queries are rounded to bfloat16. Weights of hidden positions are 0, but their values are read nevertheless.
     """
     width = task.keys.shape[2]
-    per_head = task.rows * (task.queries.shape[1] // width) // task.keys.shape[0]
-    nothing = task.near[_NOTHING:USED]
-    for row in range(nothing.shape[0]):
-        nothing[row] = np.float32(0.0)
+    queries_per_head = task.rows * (task.queries.shape[1] // width) // task.keys.shape[0]
+    zero_rows = task.near[_ZEROS_AT:USED]
+    for row in range(zero_rows.shape[0]):
+        zero_rows[row] = np.float32(0.0)
     while first_query < end_query:
-        key_head = first_query // per_head
-        end = min(end_query, (key_head + 1) * per_head, first_query + BLOCK)
-        set_up(end - first_query, _OF_QUERIES)
-        _attend_block(task, key_head, first_query, end - first_query, in_bf16, out)
-        first_query = end
+        key_head = first_query // queries_per_head
+        block_end = min(end_query, (key_head + 1) * queries_per_head, first_query + BLOCK)
+        set_up(block_end - first_query, _LAST_QUERY_REG)
+        _attend_block(task, key_head, first_query, block_end - first_query, in_bf16, out)
+        first_query = block_end
     set_down()
 
 
@@ -283,25 +283,25 @@ def attend_by_amx(task, first_query, end_query, in_bf16, out):
 def _attend_block(task, key_head, first, count, in_bf16, out):
     """`attend_by_amx` for queries first … first + count − 1, all of one key head."""
     keys, values, near, scores = task.keys[key_head], task.values[key_head], task.near, task.scores
-    seen, width = task.seen, task.keys.shape[2]
-    heads = task.queries.shape[1] // width
-    group = heads // task.keys.shape[0]
-    per_head, line = group * task.rows, task.row * heads + first  # lines of scores: one per query
-    steps = -(-seen // STEP)
+    key_count, width = task.seen, task.keys.shape[2]
+    query_heads = task.queries.shape[1] // width
+    group = query_heads // task.keys.shape[0]
+    per_head, score_row = group * task.rows, task.row * query_heads + first  # lines of scores: one per query
+    steps = -(-key_count // STEP)
     for i in range(count):
         row, head = task.row + (first + i - key_head * per_head) // group, key_head * group + (first + i) % group
         for j in range(width):
             near[i, j] = task.queries[row, head * width + j]
-    packed, between = near[_PACKED:_BETWEEN], near[_BETWEEN:_TAIL]
-    _place_queries(near, count, packed)
-    for position in range(0, seen, BLOCK):
-        _score_keys(keys, position, packed, between, near[_TAIL:_NOTHING], scores, line, count)
+    packed_queries, work = near[_PACKED_AT:_WORK_AT], near[_WORK_AT:_TAIL_AT]
+    _place_queries(near, count, packed_queries)
+    for position in range(0, key_count, BLOCK):
+        _score_keys(keys, position, packed_queries, work, near[_TAIL_AT:_ZEROS_AT], scores, score_row, count)
     for i in range(count):
         row = task.row + (first + i - key_head * per_head) // group
-        softmax(scores, line + i, seen_by(task, row), steps * STEP, task.mask[row - task.row], task.scale)
-        _split_weights(scores, line + i, steps)
+        softmax(scores, score_row + i, seen_by(task, row), steps * STEP, task.mask[row - task.row], task.scale)
+        _split_weights(scores, score_row + i, steps)
     for column in range(0, width, STEP):
-        _weigh_values(scores, line, values, seen, near[_NOTHING:USED], between, near, column)
+        _weigh_values(scores, score_row, values, key_count, near[_ZEROS_AT:USED], work, near, column)
     for i in range(count):
         row, head = task.row + (first + i - key_head * per_head) // group, key_head * group + (first + i) % group
         put_columns(near, i, 0, out, row, head * width, width, in_bf16)

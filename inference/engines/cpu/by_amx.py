@@ -56,8 +56,8 @@ def has_amx() -> bool:
         return False
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
-    numbers = (ctypes.c_long(number) for number in (_ARCH_PRCTL, _ASK_FOR_STATE, _TILE_DATA))
-    return bool(ctypes.CDLL(None).syscall(*numbers) == 0)
+    syscall_args = (ctypes.c_long(number) for number in (_ARCH_PRCTL, _ASK_FOR_STATE, _TILE_DATA))
+    return bool(ctypes.CDLL(None).syscall(*syscall_args) == 0)
 
 
 def call_amx(builder, name, *operands):
@@ -90,17 +90,17 @@ def set_up(context, rows, panels):
     """Configure the registers for blocks of `rows` rows; see `_add_block`."""
 
     def make(context, builder, signature, arguments):
-        rows, panels = arguments
-        table = _lines(builder, LINE)
-        cgutils.memset(builder, table, LONG(LINE), 0)
-        builder.store(BYTE(1), table)
+        block_rows, panel_count = arguments
+        tile_config = _lines(builder, LINE)
+        cgutils.memset(builder, tile_config, LONG(LINE), 0)
+        builder.store(BYTE(1), tile_config)
         for register in range(_REGISTERS):
-            width = builder.bitcast(builder.gep(table, [LONG(16 + 2 * register)]), _SHORT.as_pointer())
-            builder.store(_SHORT(LINE), width)
-            weights = builder.icmp_signed(">", LONG(register), panels)  # they have all 16 rows
-            height = builder.select(weights, LONG(BLOCK), rows)
-            builder.store(builder.trunc(height, BYTE), builder.gep(table, [LONG(48 + register)]))
-        call_amx(builder, "ldtilecfg", table)
+            width_address = builder.bitcast(builder.gep(tile_config, [LONG(16 + 2 * register)]), _SHORT.as_pointer())
+            builder.store(_SHORT(LINE), width_address)
+            is_weight = builder.icmp_signed(">", LONG(register), panel_count)  # they have all 16 rows
+            row_count = builder.select(is_weight, LONG(BLOCK), block_rows)
+            builder.store(builder.trunc(row_count, BYTE), builder.gep(tile_config, [LONG(48 + register)]))
+        call_amx(builder, "ldtilecfg", tile_config)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 2), make
@@ -117,36 +117,36 @@ def set_down(context):
     return types.void(), make
 
 
-def _add_block(builder, weights, source, line, depth, tile, work, panels):
+def _add_block(builder, weights, source, line, step_count, tile, work, panel_count):
     """Emit code for the sums of a block of rows, whose first begins at `source` and each next one `line` bytes later.
 
     Registers are, in order, sums of each panel, `x`, and weights. A sum's terms are added in the order of inputs, and
     those of one step in the processor's order. So a sum does not depend on other rows or other panels.
     """
-    of_weights = range(panels + 1, _REGISTERS)
-    panel_bytes = builder.mul(depth, LONG(REGISTER))
+    weight_registers = range(panel_count + 1, _REGISTERS)
+    panel_bytes = builder.mul(step_count, LONG(REGISTER))
     first_panel = builder.gep(weights, [builder.mul(builder.sdiv(tile.panel, LONG(LANES)), panel_bytes)])
-    starts = [builder.gep(first_panel, [builder.mul(panel_bytes, LONG(index))]) for index in range(panels)]
-    ahead = distances_ahead(builder, panel_bytes, panels, tile.turn, tile.turns)
-    for index in range(panels):
+    panel_starts = [builder.gep(first_panel, [builder.mul(panel_bytes, LONG(index))]) for index in range(panel_count)]
+    prefetch_distances = distances_ahead(builder, panel_bytes, panel_count, tile.turn, tile.turns)
+    for index in range(panel_count):
         call_amx(builder, "tilezero", index)
 
     def multiply(k, nothing):
-        call_amx(builder, "tileloadd64", panels, builder.gep(source, [builder.mul(k, LONG(LINE))]), line)
+        call_amx(builder, "tileloadd64", panel_count, builder.gep(source, [builder.mul(k, LONG(LINE))]), line)
         at = builder.mul(k, LONG(REGISTER))
-        for index, (start, distance) in enumerate(zip(starts, ahead, strict=True)):
-            here, register = builder.gep(start, [at]), of_weights[index % len(of_weights)]
+        for index, (start, distance) in enumerate(zip(panel_starts, prefetch_distances, strict=True)):
+            weights_at, register = builder.gep(start, [at]), weight_registers[index % len(weight_registers)]
             # If another turn prefetches this line, prefetch cached data instead, which is cheaper than loading a line.
             fetches = builder.icmp_signed("!=", distance, LONG(0))
-            address = builder.select(fetches, builder.gep(here, [distance]), source)
+            address = builder.select(fetches, builder.gep(weights_at, [distance]), source)
             for offset in range(0, REGISTER, LINE):
                 prefetch_line(builder, builder.gep(address, [LONG(offset)]))
-            call_amx(builder, "tileloadd64", register, here, LONG(LINE))
-            call_amx(builder, "tdpbf16ps", index, panels, register)
+            call_amx(builder, "tileloadd64", register, weights_at, LONG(LINE))
+            call_amx(builder, "tdpbf16ps", index, panel_count, register)
         return nothing
 
-    loop(builder, depth, [], multiply)
-    for index in range(panels):
+    loop(builder, step_count, [], multiply)
+    for index in range(panel_count):
         call_amx(builder, "tilestored64", index, builder.gep(work, [LONG(index * _SUMS)]), LONG(LINE))
 
 
@@ -156,14 +156,14 @@ def _multiply_block(context, weights, x, depth, tile, work, at):
 
     def make(context, builder, signature, arguments):
         of_weights, of_x = arrays_of(context, builder, (weights, x), arguments[:2])
-        depth, tile, work, at = arguments[2:]
+        step_count, tile, work, work_row = arguments[2:]
         tile = Tile(*cgutils.unpack_tuple(builder, tile))
-        bytes_of = builder.bitcast(of_weights.data, BYTE.as_pointer())
-        source, line = row_of(builder, of_x, tile.row), cgutils.unpack_tuple(builder, of_x.strides, 2)[0]
-        into = builder.gep(builder.bitcast(work, BYTE.as_pointer()), [builder.mul(at, LONG(LINE))])
+        weight_address = builder.bitcast(of_weights.data, BYTE.as_pointer())
+        x_address, row_stride = row_of(builder, of_x, tile.row), cgutils.unpack_tuple(builder, of_x.strides, 2)[0]
+        sums_address = builder.gep(builder.bitcast(work, BYTE.as_pointer()), [builder.mul(work_row, LONG(LINE))])
 
-        def add(panels):
-            _add_block(builder, bytes_of, source, line, depth, tile, into, panels)
+        def add(panel_count):
+            _add_block(builder, weight_address, x_address, row_stride, step_count, tile, sums_address, panel_count)
 
         switch_between(builder, (1, _MOST), tile.panels, add)
         return context.get_dummy_value()
@@ -177,19 +177,19 @@ def _put_sums(context, linear, out, work, row, rows, panel, apart, in_bf16):
 
     def make(context, builder, signature, arguments):
         outputs = Outputs.of(context, builder, (linear, out), arguments[:2], arguments[-1])
-        work, row, rows, panel, apart = arguments[2:-1]
-        scaled = outputs.scaled(builder, panel)
-        several = builder.icmp_signed(">", apart, LONG(0))
+        work, row, rows, panel, part_stride = arguments[2:-1]
+        bias_and_scale = outputs.biases_and_scales(builder, panel)
+        has_parts = builder.icmp_signed(">", part_stride, LONG(0))
 
-        def sums_of(row, part):
-            index = builder.add(row, builder.mul(apart, LONG(part)))
+        def sums_of(row, part_index):
+            index = builder.add(row, builder.mul(part_stride, LONG(part_index)))
             return load_floats(builder, work, builder.mul(index, LONG(LANES)), types.float32)
 
-        def put(number, nothing):
-            total = sums_of(number, 0)
-            remainder = builder.fadd(sums_of(number, 1), sums_of(number, 2))
-            total = builder.select(several, builder.fadd(total, remainder), total)
-            outputs.put(builder, total, scaled, builder.add(row, number), panel)
+        def put(block_row, nothing):
+            total = sums_of(block_row, 0)
+            remainder = builder.fadd(sums_of(block_row, 1), sums_of(block_row, 2))
+            total = builder.select(has_parts, builder.fadd(total, remainder), total)
+            outputs.put(builder, total, bias_and_scale, builder.add(row, block_row), panel)
             return nothing
 
         loop(builder, rows, [], put)
@@ -211,25 +211,25 @@ def _sums_of_panel(context, work, index):
 @kernel
 def by_amx(linear, x, rows, begin, end, in_bf16, out):
     """`products.product` for uint64 weights."""
-    parts = x.shape[0] // rows
-    turns = -(-rows // BLOCK)
-    at_once = parts if parts * rows <= BLOCK else 1  # parts of the same rows in one block
-    blocks, depth = parts // at_once, linear.inputs // STEP
-    panels = min(_MOST, (end - begin) // PANEL)
-    panels = _MOST if panels == _MOST else 1
+    part_count = x.shape[0] // rows
+    turn_count = -(-rows // BLOCK)
+    parts_per_block = part_count if part_count * rows <= BLOCK else 1  # parts of the same rows in one block
+    blocks, step_count = part_count // parts_per_block, linear.inputs // STEP
+    panel_count = min(_MOST, (end - begin) // PANEL)
+    panel_count = _MOST if panel_count == _MOST else 1
     work = _work_of_sums()
-    for panel_begin in range(begin, end, panels * PANEL):
-        panel = min(panel_begin, end - panels * PANEL)  # the last panels may be computed twice
+    for panel_begin in range(begin, end, panel_count * PANEL):
+        panel = min(panel_begin, end - panel_count * PANEL)  # the last panels may be computed twice
         row = 0
-        for turn in range(turns):
-            count = (rows - row + turns - turn - 1) // (turns - turn)  # nearly as many in each turn
-            if turns > 1 or panel_begin == begin:
-                set_up(at_once * count, panels)
+        for turn in range(turn_count):
+            count = (rows - row + turn_count - turn - 1) // (turn_count - turn)  # nearly as many in each turn
+            if turn_count > 1 or panel_begin == begin:
+                set_up(parts_per_block * count, panel_count)
             for block in range(blocks):
-                tile = Tile(block * rows + row, count, panel, panels, turn * blocks + block, turns * blocks)
-                _multiply_block(linear.weights, x, depth, tile, work, block * BLOCK)
-            apart = 0 if parts == 1 else count if at_once > 1 else BLOCK
-            for index in range(panels):
-                _put_sums(linear, out, _sums_of_panel(work, index), row, count, panel + index * PANEL, apart, in_bf16)
+                tile = Tile(block * rows + row, count, panel, panel_count, turn * blocks + block, turn_count * blocks)
+                _multiply_block(linear.weights, x, step_count, tile, work, block * BLOCK)
+            stride = 0 if part_count == 1 else count if parts_per_block > 1 else BLOCK
+            for index in range(panel_count):
+                _put_sums(linear, out, _sums_of_panel(work, index), row, count, panel + index * PANEL, stride, in_bf16)
             row += count
     set_down()

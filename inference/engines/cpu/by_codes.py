@@ -86,115 +86,115 @@ class _Tile(NamedTuple):
     ahead: object  # bytes from this tile to the codes that are read next
 
 
-def _sum_of_group(builder, tile, sums, group):
+def _sum_of_group(builder, tile, sums_address, group):
     """Σ x over a group of a row, in all lanes. sums: the address of the row's sums over `SUMMED` inputs, or notes."""
-    inputs, apart, begin = (ROUNDED, NOTES, SCALED_SUM) if tile.by_bytes else (SUMMED, 1, 0)
-    count = tile.block.code_kind.group_size // inputs
-    first_sum = builder.add(builder.mul(group, LONG(count * apart)), LONG(begin))
-    indices = [builder.add(first_sum, LONG(apart * index)) for index in range(count)]
-    parts = [builder.load(address_at(builder, sums, index, FLOAT), align=4) for index in indices]
-    return splat(builder, reduce(builder.fadd, parts))
+    inputs_per_sum, sum_stride, sum_offset = (ROUNDED, NOTES, SCALED_SUM) if tile.by_bytes else (SUMMED, 1, 0)
+    sum_count = tile.block.code_kind.group_size // inputs_per_sum
+    first_sum = builder.add(builder.mul(group, LONG(sum_count * sum_stride)), LONG(sum_offset))
+    indices = [builder.add(first_sum, LONG(sum_stride * index)) for index in range(sum_count)]
+    partial_sums = [builder.load(address_at(builder, sums_address, index, FLOAT), align=4) for index in indices]
+    return splat(builder, reduce(builder.fadd, partial_sums))
 
 
-def _add_group(builder, tile, starts, block_number, group, totals):
+def _add_group(builder, tile, block_starts, block_number, group, totals):
     """`totals` with the products of a group of inputs. block_number: its block's; starts: the block's addresses.
 
     totals: a vector of outputs for each row and panel, row by row.
     """
     code_kind, block = tile.block.code_kind, tile.block
     group_number = builder.add(builder.mul(block_number, LONG(code_kind.block_groups)), group)
-    codes_at = builder.add(LONG(block.header), builder.mul(group, LONG(block.group_bytes)))
+    codes_offset = builder.add(LONG(block.header), builder.mul(group, LONG(block.group_bytes)))
     sums = []
     if code_kind.has_minimum or not tile.by_bytes:
         sums = [_sum_of_group(builder, tile, row, group_number) for row in tile.sums]
     if tile.by_bytes:
-        dots = _dot_bytes(builder, tile, starts, group_number, codes_at)
+        dots = _dot_bytes(builder, tile, block_starts, group_number, codes_offset)
     else:
-        dots = _dot_floats(builder, tile, starts, group_number, codes_at, sums)
-    scales = [scale_and_minimum(builder, code_kind, start, group) for start in starts]
+        dots = _dot_floats(builder, tile, block_starts, group_number, codes_offset, sums)
+    scales_and_minima = [scale_and_minimum(builder, code_kind, start, group) for start in block_starts]
     new_totals = []
     for index, (total, dot) in enumerate(zip(totals, dots, strict=True)):
-        row, panel = divmod(index, len(starts))
-        scale, minimum = scales[panel]
+        row, panel = divmod(index, len(block_starts))
+        scale, minimum = scales_and_minima[panel]
         total = add_product(builder, total, dot, scale)
         new_totals.append(total if minimum is None else add_product(builder, total, sums[row], builder.fneg(minimum)))
     return new_totals
 
 
-def _dot_floats(builder, tile, starts, group_number, codes_at, sums):
+def _dot_floats(builder, tile, block_starts, group_number, codes_offset, sums):
     """Σ (code − offset) · x over a group, for each row and panel. codes_at: offset of the group's codes in a block."""
     code_kind = tile.block.code_kind
     offset, eights = splat_float(-float(code_kind.code_offset)), code_kind.group_size // 8
-    dots = [builder.fmul(total, offset) for total in sums for _ in starts]
+    dots = [builder.fmul(total, offset) for total in sums for _ in block_starts]
     return _add_eights(
-        builder, tile, starts, (codes_at, LONG(0), builder.mul(group_number, LONG(eights)), eights), dots
+        builder, tile, block_starts, (codes_offset, LONG(0), builder.mul(group_number, LONG(eights)), eights), dots
     )
 
 
-def _dot_bytes(builder, tile, starts, group_number, codes_at):
+def _dot_bytes(builder, tile, block_starts, group_number, codes_offset):
     """`_dot_floats` for bytes: integers are added, and scaled where the scale of x or of the codes changes."""
-    code_kind, dots = tile.block.code_kind, [ZEROS] * (len(tile.sums) * len(starts))
-    together = min(code_kind.group_size, ROUNDED)
-    for part in range(code_kind.group_size // together):
-        first_input = builder.add(builder.mul(group_number, LONG(code_kind.group_size)), LONG(part * together))
+    code_kind, dots = tile.block.code_kind, [ZEROS] * (len(tile.sums) * len(block_starts))
+    part_inputs = min(code_kind.group_size, ROUNDED)
+    for part in range(code_kind.group_size // part_inputs):
+        first_input = builder.add(builder.mul(group_number, LONG(code_kind.group_size)), LONG(part * part_inputs))
         notes_at = builder.mul(builder.sdiv(first_input, LONG(ROUNDED)), LONG(NOTES))
         half = builder.sdiv(builder.srem(first_input, LONG(ROUNDED)), LONG(SUMMED))
-        integers, factors = [], []
-        for notes in tile.sums:
-            sums_at = [builder.add(notes_at, builder.add(half, LONG(n))) for n in range(together // SUMMED)]
-            parts = [builder.load(address_at(builder, notes, at, INT), align=4) for at in sums_at]
-            offset = builder.mul(reduce(builder.add, parts), INT(-code_kind.code_offset))
-            integers += [splat(builder, offset)] * len(starts)
-            factor = address_at(builder, notes, builder.add(notes_at, LONG(SCALE)), FLOAT)
-            factors += [splat(builder, builder.load(factor, align=4))] * len(starts)
-        eights = LONG(part * together // 8), builder.sdiv(first_input, LONG(8)), together // 8
-        integers = _add_eights(builder, tile, starts, (codes_at, *eights), integers)
-        floats = [builder.sitofp(integer, FLOATS) for integer in integers]
-        dots = [add_product(builder, *terms) for terms in zip(dots, floats, factors, strict=True)]
+        int_dots, x_scales = [], []
+        for notes_address in tile.sums:
+            sum_indices = [builder.add(notes_at, builder.add(half, LONG(n))) for n in range(part_inputs // SUMMED)]
+            half_sums = [builder.load(address_at(builder, notes_address, at, INT), align=4) for at in sum_indices]
+            offset_sum = builder.mul(reduce(builder.add, half_sums), INT(-code_kind.code_offset))
+            int_dots += [splat(builder, offset_sum)] * len(block_starts)
+            scale_address = address_at(builder, notes_address, builder.add(notes_at, LONG(SCALE)), FLOAT)
+            x_scales += [splat(builder, builder.load(scale_address, align=4))] * len(block_starts)
+        eight_range = LONG(part * part_inputs // 8), builder.sdiv(first_input, LONG(8)), part_inputs // 8
+        int_dots = _add_eights(builder, tile, block_starts, (codes_offset, *eight_range), int_dots)
+        float_dots = [builder.sitofp(integer, FLOATS) for integer in int_dots]
+        dots = [add_product(builder, *terms) for terms in zip(dots, float_dots, x_scales, strict=True)]
     return dots
 
 
-def _add_eights(builder, tile, starts, eights, dots):
+def _add_eights(builder, tile, block_starts, eight_range, dots):
     """`dots` with Σ code · x over some eights of inputs. A line's codes are unpacked once for all rows.
 
     eights: offset of their group's codes in a block, the first one's number in the group and in a row, their number.
     """
-    codes_at, first_eight, first_of_row, count = eights
+    codes_offset, first_eight, first_of_row, eight_count = eight_range
     code_kind, lines_of_eight = tile.block.code_kind, 2 if tile.block.code_kind.bits == 8 else 1
-    upper_bits, lines = code_kind.bits - 4, code_kind.group_size // 8
-    upper_at = builder.add(codes_at, LONG(LINE * lines))
+    upper_bits, line_count = code_kind.bits - 4, code_kind.group_size // 8
+    upper_offset = builder.add(codes_offset, LONG(LINE * line_count))
     uppers = []
     if code_kind.bits in (5, 6):
-        uppers = [load_vector(builder, start, upper_at, WORDS) for start in starts]
-        _prefetch_next(builder, tile, starts, [upper_at])
-    steps, type_of_x, unpack = (2, INT, four_codes) if tile.by_bytes else (4, FLOAT, two_codes)
+        uppers = [load_vector(builder, start, upper_offset, WORDS) for start in block_starts]
+        _prefetch_next(builder, tile, block_starts, [upper_offset])
+    step_count, type_of_x, unpack = (2, INT, four_codes) if tile.by_bytes else (4, FLOAT, two_codes)
 
     def add_eight(eight, dots):
-        number = builder.add(first_eight, eight)
-        offset = builder.add(codes_at, builder.mul(number, LONG(LINE * lines_of_eight)))
+        eight_index = builder.add(first_eight, eight)
+        offset = builder.add(codes_offset, builder.mul(eight_index, LONG(LINE * lines_of_eight)))
         offsets = [builder.add(offset, LONG(LINE * line)) for line in range(lines_of_eight)]
-        _prefetch_next(builder, tile, starts, offsets)
-        words = [[load_vector(builder, start, line, WORDS) for line in offsets] for start in starts]
-        by = builder.trunc(builder.mul(number, LONG(4 * upper_bits)), ir.IntType(16))
-        line_uppers = [builder.lshr(upper, in_all_words(builder, by)) for upper in uppers] or [None] * len(starts)
+        _prefetch_next(builder, tile, block_starts, offsets)
+        words = [[load_vector(builder, start, line, WORDS) for line in offsets] for start in block_starts]
+        shift = builder.trunc(builder.mul(eight_index, LONG(4 * upper_bits)), ir.IntType(16))
+        shifted = [builder.lshr(upper, in_all_words(builder, shift)) for upper in uppers] or [None] * len(block_starts)
         x_begin = builder.mul(builder.add(first_of_row, eight), LONG(2 if tile.by_bytes else 8))
-        for step in range(steps):
-            by_panel = [unpack(builder, code_kind, *codes, step) for codes in zip(words, line_uppers, strict=True)]
-            by_input = [by_panel] if tile.by_bytes else [*zip(*by_panel, strict=True)]
-            for index, of_panels in enumerate(by_input):
-                at = builder.add(x_begin, LONG(step * len(by_input) + index))
+        for step in range(step_count):
+            panel_codes = [unpack(builder, code_kind, *codes, step) for codes in zip(words, shifted, strict=True)]
+            input_codes = [panel_codes] if tile.by_bytes else [*zip(*panel_codes, strict=True)]
+            for index, panel_vectors in enumerate(input_codes):
+                at = builder.add(x_begin, LONG(step * len(input_codes) + index))
                 inputs = [builder.load(address_at(builder, source, at, type_of_x), align=4) for source in tile.sources]
-                terms = [(codes, splat(builder, x)) for x in inputs for codes in of_panels]
+                terms = [(codes, splat(builder, x)) for x in inputs for codes in panel_vectors]
                 add = add_byte_products if tile.by_bytes else add_product
                 dots = [add(builder, dot, *term) for dot, term in zip(dots, terms, strict=True)]
         return dots
 
-    return loop(builder, LONG(count), dots, add_eight)
+    return loop(builder, LONG(eight_count), dots, add_eight)
 
 
-def _prefetch_next(builder, tile, starts, offsets):
+def _prefetch_next(builder, tile, current_block_starts, offsets):
     """Prefetch the lines at these offsets in the blocks of the next tile's panels."""
-    for start, offset in product(starts, offsets):
+    for start, offset in product(current_block_starts, offsets):
         prefetch_line(builder, builder.gep(start, [builder.add(offset, tile.ahead)]))
 
 
@@ -204,22 +204,22 @@ def _add_tile(builder, tile):
     A sum's terms are added group by group, in the order of inputs, so it does not depend on other rows or panels.
     """
 
-    def add_block(number, totals):
-        begin = builder.mul(number, LONG(tile.block.size))
-        starts = [builder.gep(panel, [begin]) for panel in tile.panels]
-        _prefetch_next(builder, tile, starts, [LONG(offset) for offset in range(0, tile.block.header, LINE)])
+    def add_block(block_number, totals):
+        block_offset = builder.mul(block_number, LONG(tile.block.size))
+        block_starts = [builder.gep(panel, [block_offset]) for panel in tile.panels]
+        _prefetch_next(builder, tile, block_starts, [LONG(offset) for offset in range(0, tile.block.header, LINE)])
         return loop(
             builder, LONG(tile.block.code_kind.block_groups), totals,
-            lambda group, totals: _add_group(builder, tile, starts, number, group, totals),
+            lambda group, totals: _add_group(builder, tile, block_starts, block_number, group, totals),
         )  # fmt: skip
 
     totals = loop(builder, tile.blocks, [ZEROS] * (len(tile.rows) * len(tile.panels)), add_block)
-    scaled = [tile.outputs[0].scaled(builder, column) for column in tile.columns]
+    bias_scales = [tile.outputs[0].biases_and_scales(builder, column) for column in tile.columns]
 
-    def put(form):
+    def put(form_index):
         for index, total in enumerate(totals):
             row, panel = divmod(index, len(tile.panels))
-            tile.outputs[form].put(builder, total, scaled[panel], tile.rows[row], tile.columns[panel])
+            tile.outputs[form_index].put(builder, total, bias_scales[panel], tile.rows[row], tile.columns[panel])
 
     switch_between(builder, range(len(tile.outputs)), tile.output_form, put)
 
@@ -235,23 +235,23 @@ def multiply_tile(context, number, linear, x, sums, outs, tile):
     outs: the outputs as float32, and where sums are rounded to bfloat16, the same memory as bfloat16; else as float32.
     tile: the index in `outs` of the form that is asked for, first row, number of rows, first and last panel.
     """
-    code_kind, rounds = [*CODE_KINDS.values()][number.literal_value], outs.types[0] != outs.types[1]
+    code_kind, to_bf16 = [*CODE_KINDS.values()][number.literal_value], outs.types[0] != outs.types[1]
     block = PanelBlock(code_kind)
 
     def make(context, builder, signature, arguments):
-        fields, in_bf16 = cgutils.unpack_tuple(builder, arguments[1]), ir.Constant(ir.IntType(1), rounds)
-        addresses, of_x, of_sums = arrays_of(
-            context, builder, (linear.types[0], x, sums), (fields[0], arguments[2], arguments[3])
+        linear_fields, in_bf16 = cgutils.unpack_tuple(builder, arguments[1]), ir.Constant(ir.IntType(1), to_bf16)
+        panel_table, of_x, of_sums = arrays_of(
+            context, builder, (linear.types[0], x, sums), (linear_fields[0], arguments[2], arguments[3])
         )
-        forms = [*zip(outs.types, cgutils.unpack_tuple(builder, arguments[4]), strict=True)][: 1 + rounds]
-        outputs = [Outputs.of(context, builder, (linear, t), (arguments[1], out), in_bf16) for t, out in forms]
-        form, first_row, count, first_panel, last_panel = cgutils.unpack_tuple(builder, arguments[5])
-        last_row = builder.sub(builder.add(first_row, count), LONG(1))
-        blocks = builder.sdiv(fields[1], LONG(code_kind.inputs))
+        typed_outs = [*zip(outs.types, cgutils.unpack_tuple(builder, arguments[4]), strict=True)][: 1 + to_bf16]
+        outputs = [Outputs.of(context, builder, (linear, t), (arguments[1], out), in_bf16) for t, out in typed_outs]
+        form_index, first_row, row_count, first_panel, last_panel = cgutils.unpack_tuple(builder, arguments[5])
+        last_row = builder.sub(builder.add(first_row, row_count), LONG(1))
+        block_count = builder.sdiv(linear_fields[1], LONG(code_kind.inputs))
 
         def address_of(panel):
-            entry = address_at(builder, addresses.data, builder.mul(panel, LONG(2)), LONG)
-            return builder.inttoptr(builder.load(entry, align=8), BYTE.as_pointer())
+            entry_address = address_at(builder, panel_table.data, builder.mul(panel, LONG(2)), LONG)
+            return builder.inttoptr(builder.load(entry_address, align=8), BYTE.as_pointer())
 
         def add(tile_rows):
             tile_panels = _TILES[tile_rows]
@@ -259,19 +259,19 @@ def multiply_tile(context, number, linear, x, sums, outs, tile):
             rows = [_least(builder, builder.add(first_row, LONG(row)), last_row) for row in range(tile_rows)]
             panels = [_least(builder, builder.add(first_panel, LONG(n)), last_panel) for n in range(tile_panels)]
             operands = _Tile(
-                block=block, by_bytes=x.dtype == types.int8, blocks=blocks, rows=rows,
+                block=block, by_bytes=x.dtype == types.int8, blocks=block_count, rows=rows,
                 panels=[address_of(panel) for panel in panels],
                 columns=[builder.mul(panel, LONG(PANEL)) for panel in panels],
                 sources=[row_of(builder, of_x, row) for row in rows],
                 sums=[row_of(builder, of_sums, row) for row in rows],
-                outputs=outputs, output_form=form, ahead=builder.mul(blocks, LONG(tile_panels * block.size)),
+                outputs=outputs, output_form=form_index, ahead=builder.mul(block_count, LONG(tile_panels * block.size)),
             )  # fmt: skip
             _add_tile(builder, operands)
 
-        rows = LONG(_MOST_ROWS)
-        for fewer in sorted(_TILES, reverse=True)[1:]:
-            rows = builder.select(builder.icmp_signed("<=", count, LONG(fewer)), LONG(fewer), rows)
-        switch_between(builder, _TILES, rows, add)
+        fit_rows = LONG(_MOST_ROWS)
+        for case_rows in sorted(_TILES, reverse=True)[1:]:
+            fit_rows = builder.select(builder.icmp_signed("<=", row_count, LONG(case_rows)), LONG(case_rows), fit_rows)
+        switch_between(builder, _TILES, fit_rows, add)
         return context.get_dummy_value()
 
     return types.void(number, linear, x, sums, outs, tile), make
@@ -294,18 +294,18 @@ def _call_function(context, address, linear, x, sums, out, part):
     """Call the function at an address with its table. part: the table's last numbers, from `FIRST_ROW` on."""
 
     def make(context, builder, signature, arguments):
-        panels, inputs, *floats = cgutils.unpack_tuple(builder, arguments[1])
+        panels, inputs, *scale_arrays = cgutils.unpack_tuple(builder, arguments[1])
         array_types = (linear.types[0], *linear.types[2:], x, sums, out)
-        arrays = arrays_of(context, builder, array_types, (panels, *floats, *arguments[2:5]))
-        panels, scales, biases, of_x, sums_of, of_out = (builder.ptrtoint(array.data, LONG) for array in arrays)
-        x_apart, out_apart = (
+        arrays = arrays_of(context, builder, array_types, (panels, *scale_arrays, *arguments[2:5]))
+        panels, scales, biases, x_at, sums_at, out_at = (builder.ptrtoint(array.data, LONG) for array in arrays)
+        x_stride, out_stride = (
             builder.sdiv(cgutils.unpack_tuple(builder, array.strides)[0], LONG(array_type.dtype.bitwidth // 8))
             for array, array_type in ((arrays[3], x), (arrays[5], out))
         )
-        form = LONG(int(out.dtype == types.uint16))
-        numbers = (panels, inputs, scales, biases, of_x, x_apart, sums_of, of_out, out_apart, form)
+        form_index = LONG(int(out.dtype == types.uint16))
+        table_values = (panels, inputs, scales, biases, x_at, x_stride, sums_at, out_at, out_stride, form_index)
         table = cgutils.alloca_once(builder, LONG, size=LAST + 1)
-        for index, value in enumerate((*numbers, *cgutils.unpack_tuple(builder, arguments[5]))):
+        for index, value in enumerate((*table_values, *cgutils.unpack_tuple(builder, arguments[5]))):
             builder.store(value, builder.gep(table, [LONG(index)]))
         function_type = ir.FunctionType(ir.VoidType(), [LONG]).as_pointer()
         builder.call(builder.inttoptr(arguments[0], function_type), [builder.ptrtoint(table, LONG)])
@@ -331,9 +331,9 @@ def by_codes(linear, x, rows, begin, end, in_bf16, out):
 
     x is float32, or bfloat16 where `HAS_BYTES`. in_bf16: whether `out` is rounded to bfloat16; known to the function.
     """
-    together = max(_MOST_ROWS, min(_MOST_TOGETHER, _STACK // (2 * linear.inputs)))
-    for row in range(0, rows, together):
-        _multiply_rows(linear, x, row, min(together, rows - row), begin, end, out)
+    rows_at_once = max(_MOST_ROWS, min(_MOST_TOGETHER, _STACK // (2 * linear.inputs)))
+    for row in range(0, rows, rows_at_once):
+        _multiply_rows(linear, x, row, min(rows_at_once, rows - row), begin, end, out)
 
 
 def _multiply_rows(linear, x, first_row, rows, begin, end, out):
@@ -347,13 +347,13 @@ def _multiply_rows_of(linear, x, first_row, rows, begin, end, out):
 
     def multiply_bytes(linear, x, first_row, rows, begin, end, out):
         inputs, notes_in_row = linear.inputs, NOTES * (linear.inputs // ROUNDED)
-        codes_at = _workspace(rows * inputs // 4) - first_row * inputs  # no row before has bytes here
-        notes_at = _workspace(rows * notes_in_row) - 4 * first_row * notes_in_row
+        bytes_address = _workspace(rows * inputs // 4) - first_row * inputs  # no row before has bytes here
+        notes_address = _workspace(rows * notes_in_row) - 4 * first_row * notes_in_row
         for row in range(first_row, first_row + rows):
-            round_row(x, row, inputs, codes_at + row * inputs, notes_at + 4 * row * notes_in_row)
-        codes = array_of(codes_at, (first_row + rows, inputs), _INT8S)
-        notes = array_of(notes_at, (first_row + rows, notes_in_row), linear.scales)
-        _multiply_panels(linear, codes, notes, first_row, rows, begin, end, out)
+            round_row(x, row, inputs, bytes_address + row * inputs, notes_address + 4 * row * notes_in_row)
+        x_bytes = array_of(bytes_address, (first_row + rows, inputs), _INT8S)
+        notes = array_of(notes_address, (first_row + rows, notes_in_row), linear.scales)
+        _multiply_panels(linear, x_bytes, notes, first_row, rows, begin, end, out)
 
     return multiply_bytes
 
@@ -374,11 +374,11 @@ def _multiply_floats(linear, x, first_row, rows, begin, end, out):
 
 @kernel
 def _multiply_panels(linear, x, sums, first_row, rows, begin, end, out):
-    panels = linear.weights
+    panel_table = linear.weights
     panel = begin // PANEL
     while panel < end // PANEL:
-        function, panel_end = panels[2 * panel + 1], panel + 1
-        while panel_end < end // PANEL and panels[2 * panel_end + 1] == function:
+        function_address, panel_end = panel_table[2 * panel + 1], panel + 1
+        while panel_end < end // PANEL and panel_table[2 * panel_end + 1] == function_address:
             panel_end += 1
-        _call_function(function, linear, x, sums, out, (first_row, rows, panel, panel_end))
+        _call_function(function_address, linear, x, sums, out, (first_row, rows, panel, panel_end))
         panel = panel_end

@@ -64,42 +64,42 @@ class _Operands(NamedTuple):
     tile: Tile
 
 
-def _add_tile(builder, operands, rows, panels):
+def _add_tile(builder, operands, row_count, panel_count):
     """Emit code for some rows of a product and the outputs of some panels.
 
     Each panel is read once, in order, each number is widened once, and every sum stays in a register. A sum's terms are
     added in the order of inputs. So a sum does not depend on other rows or other panels.
     """
-    weights, x = operands.number_types["weights"], operands.number_types["x"]
-    widens = weights == types.uint32 and x == types.float32
-    kind = FLOAT if x == types.float32 else INT  # of x: a pair of bfloat16s is as wide as a float
-    row_numbers = [builder.add(operands.tile.row, LONG(row)) for row in range(rows)]
+    weight_type, x_type = operands.number_types["weights"], operands.number_types["x"]
+    widens = weight_type == types.uint32 and x_type == types.float32
+    kind = FLOAT if x_type == types.float32 else INT  # of x: a pair of bfloat16s is as wide as a float
+    row_numbers = [builder.add(operands.tile.row, LONG(row)) for row in range(row_count)]
     lines = [row_of(builder, operands.x, number) for number in row_numbers]
     panel_size = builder.mul(operands.depth, LONG(LANES))
     first_offset = builder.mul(builder.sdiv(operands.tile.panel, LONG(LANES)), panel_size)
-    offsets = [builder.add(first_offset, builder.mul(panel_size, LONG(panel))) for panel in range(panels)]
-    starts = [builder.gep(operands.weights.data, [offset]) for offset in offsets]
-    ahead = distances_ahead(builder, panel_size, panels, operands.tile.turn, operands.tile.turns)
+    offsets = [builder.add(first_offset, builder.mul(panel_size, LONG(panel))) for panel in range(panel_count)]
+    panel_starts = [builder.gep(operands.weights.data, [offset]) for offset in offsets]
+    prefetch_distances = distances_ahead(builder, panel_size, panel_count, operands.tile.turn, operands.tile.turns)
 
     def multiply(k, sums):
         at = builder.mul(k, LONG(LANES))
-        for start, distance in zip(starts, ahead, strict=True):
+        for start, distance in zip(panel_starts, prefetch_distances, strict=True):
             prefetch_line(builder, builder.gep(start, [builder.add(at, distance)]))
-        vectors = [load_floats(builder, start, at, weights) for start in starts]
-        steps = zip(*(split_pairs(builder, pairs) for pairs in vectors), strict=True) if widens else [vectors]
-        for step, of_panels in enumerate(steps):
+        vectors = [load_floats(builder, start, at, weight_type) for start in panel_starts]
+        input_vectors = zip(*(split_pairs(builder, pairs) for pairs in vectors), strict=True) if widens else [vectors]
+        for step, panel_vectors in enumerate(input_vectors):
             input_ = builder.add(builder.mul(k, LONG(2)), LONG(step)) if widens else k
             factors = [splat(builder, builder.load(address_at(builder, line, input_, kind), align=4)) for line in lines]
-            terms = [(vector, factor) for factor in factors for vector in of_panels]
+            terms = [(vector, factor) for factor in factors for vector in panel_vectors]
             sums = [add_product(builder, total, *term) for total, term in zip(sums, terms, strict=True)]
         return sums
 
-    sums = loop(builder, operands.depth, [ZEROS] * (rows * panels), multiply)
-    columns = [builder.add(operands.tile.panel, LONG(panel * LANES)) for panel in range(panels)]
-    scaled = [operands.outputs.scaled(builder, column) for column in columns]
+    sums = loop(builder, operands.depth, [ZEROS] * (row_count * panel_count), multiply)
+    columns = [builder.add(operands.tile.panel, LONG(panel * LANES)) for panel in range(panel_count)]
+    bias_scales = [operands.outputs.biases_and_scales(builder, column) for column in columns]
     for index, total in enumerate(sums):
-        row, panel = divmod(index, panels)
-        operands.outputs.put(builder, total, scaled[panel], row_numbers[row], columns[panel])
+        row, panel = divmod(index, panel_count)
+        operands.outputs.put(builder, total, bias_scales[panel], row_numbers[row], columns[panel])
 
 
 @intrinsic
@@ -112,10 +112,10 @@ def _multiply_tile(context, linear, x, out, depth, tile, in_bf16):
         outputs = Outputs.of(context, builder, (linear, out), (arguments[0], arguments[2]), arguments[5])
         number_types = {"weights": linear.types[0].dtype, "x": x.dtype}
         depth, tile = arguments[3], Tile(*cgutils.unpack_tuple(builder, arguments[4]))
-        tiles = {rows * (_MOST + 1) + panels: (rows, panels) for rows, panels in _TILES}
-        number = builder.add(builder.mul(tile.rows, LONG(_MOST + 1)), tile.panels)
+        tile_cases = {rows * (_MOST + 1) + panels: (rows, panels) for rows, panels in _TILES}
+        tile_key = builder.add(builder.mul(tile.rows, LONG(_MOST + 1)), tile.panels)
         operands = _Operands(of_weights, of_x, outputs, number_types, depth, tile)
-        switch_between(builder, tiles, number, lambda case: _add_tile(builder, operands, *tiles[case]))
+        switch_between(builder, tile_cases, tile_key, lambda case: _add_tile(builder, operands, *tile_cases[case]))
         return context.get_dummy_value()
 
     return types.void(linear, x, out, depth, tile, types.boolean), make
@@ -124,14 +124,14 @@ def _multiply_tile(context, linear, x, out, depth, tile, in_bf16):
 @kernel
 def by_vectors(linear, x, rows, begin, end, in_bf16, out):
     """`products.product` for weights other than uint64."""
-    depth, turns = linear.inputs // weights_in(linear.weights), -(-rows // TILE)
-    panels = _panels_of(-(-rows // turns))
-    if end - begin < panels * PANEL:  # very few outputs: use the smallest tile
-        turns, panels = rows, 1
-    for panel_begin in range(begin, end, panels * PANEL):
-        panel = min(panel_begin, end - panels * PANEL)  # the last panels may be computed twice
+    depth, turn_count = linear.inputs // weights_in(linear.weights), -(-rows // TILE)
+    panel_count = _panels_of(-(-rows // turn_count))
+    if end - begin < panel_count * PANEL:  # very few outputs: use the smallest tile
+        turn_count, panel_count = rows, 1
+    for panel_begin in range(begin, end, panel_count * PANEL):
+        panel = min(panel_begin, end - panel_count * PANEL)  # the last panels may be computed twice
         row = 0
-        for turn in range(turns):
-            count = (rows - row + turns - turn - 1) // (turns - turn)  # nearly as many in each turn
-            _multiply_tile(linear, x, out, depth, Tile(row, count, panel, panels, turn, turns), in_bf16)
-            row += count
+        for turn in range(turn_count):
+            turn_rows = (rows - row + turn_count - turn - 1) // (turn_count - turn)  # nearly as many in each turn
+            _multiply_tile(linear, x, out, depth, Tile(row, turn_rows, panel, panel_count, turn, turn_count), in_bf16)
+            row += turn_rows

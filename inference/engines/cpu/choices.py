@@ -32,20 +32,20 @@ def _has_many(scores: Tensor) -> bool:
     return is_supported and scores.shape[-1] >= MANY and not scores.requires_grad
 
 
-def _columns_of_largest(scores: Tensor, values: Tensor | None = None) -> Tensor:
-    """The first column of each row's largest number, which goes to `values`; without these −1 if it is not finite."""
+def _columns_of_largest(scores: Tensor, maxima: Tensor | None = None) -> Tensor:
+    """The first column of each row's largest number, which goes to `maxima`; without these −1 if it is not finite."""
     scores = scores.contiguous()
     columns, work = scores.new_empty(len(scores), dtype=torch.int64), torch.empty(2 * LANES)
     table = [0] * entries.TABLE
     table[entries.X], table[entries.OUT], table[entries.WORK] = scores.data_ptr(), columns.data_ptr(), work.data_ptr()
-    table[entries.VALUES] = 0 if values is None else values.data_ptr()
+    table[entries.VALUES] = 0 if maxima is None else maxima.data_ptr()
     table[entries.ROWS], table[entries.INPUTS] = scores.shape
     call(_entry_of(entries.maxima_entry, scores.dtype), table, 0)
     return columns
 
 
 def likeliest_children(
-    logits: Tensor, weights: Sequence[float], count: int, sharpness: float = 1.0
+    logits: Tensor, row_weights: Sequence[float], count: int, sharpness: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """The `count` largest of weights [n] · softmax(sharpness · logits [n, V]): values, rows, columns, [count] each."""
     rows, size = logits.shape
@@ -54,7 +54,7 @@ def likeliest_children(
         return None
     logits, count = logits.contiguous(), min(count, rows * size)
     values, indices, work = torch.empty(count), torch.empty(2, count, dtype=torch.int64), torch.empty(size // LANES)
-    numbers = torch.tensor([*weights, sharpness])
+    numbers = torch.tensor([*row_weights, sharpness])
     table = [0] * entries.TABLE
     table[entries.X], table[entries.VALUES], table[entries.OUT], table[entries.WORK], table[entries.WEIGHTS] = (
         tensor.data_ptr() for tensor in (logits, values, indices, work, numbers)
@@ -65,14 +65,14 @@ def likeliest_children(
     return values, indices[0], indices[1]
 
 
-def ancestor_mask(seen: Sequence[int], past: int, columns: int, dtype: torch.dtype) -> Tensor | None:
+def ancestor_mask(ancestor_bits: Sequence[int], past: int, columns: int, dtype: torch.dtype) -> Tensor | None:
     """The additive mask [1, 1, n, past + columns]: row i sees `past` columns, and past + j if seen[i] has bit j."""
     if columns > MOST_COLUMNS or dtype not in (torch.float32, torch.bfloat16):
         return None
-    bits, mask = torch.tensor(seen), torch.empty(1, 1, len(seen), past + columns, dtype=dtype)
+    bits, mask = torch.tensor(ancestor_bits), torch.empty(1, 1, len(ancestor_bits), past + columns, dtype=dtype)
     table = [0] * entries.TABLE
     table[entries.X], table[entries.OUT] = bits.data_ptr(), mask.data_ptr()
-    table[entries.ROWS], table[entries.PAST], table[entries.OUTPUTS] = len(seen), past, columns
+    table[entries.ROWS], table[entries.PAST], table[entries.OUTPUTS] = len(ancestor_bits), past, columns
     call(_entry_of(entries.mask_entry, dtype), table, 0)
     return mask
 

@@ -29,11 +29,11 @@ def _pack_lines(first, second, shift, bits, by, lines):
     A number of `first` has codes 0 to 3 as bytes, one of `second` codes 4 to 7. Even codes go to the lower 16 bits, odd
     ones to the upper 16. Example: first 0x03020100, second 0x07060504, bits 4, shift 0 and by 0 give 0x7531_6420.
     """
-    mask, two = ((1 << bits) - 1) * 0x01010101, (1 << (2 * bits)) - 1
+    mask, mask2 = ((1 << bits) - 1) * 0x01010101, (1 << (2 * bits)) - 1
     for index in range(len(lines)):
         low, high = (first[index] >> shift) & mask, (second[index] >> shift) & mask
         low, high = low | low >> (16 - bits), high | high >> (16 - bits)
-        even, odd = (low & two) | (high & two) << (2 * bits), (low >> 8 & two) | (high >> 8 & two) << (2 * bits)
+        even, odd = (low & mask2) | (high & mask2) << (2 * bits), (low >> 8 & mask2) | (high >> 8 & mask2) << (2 * bits)
         lines[index] |= np.uint32((even | odd << 16) << by)
 
 
@@ -42,19 +42,19 @@ def _pack_group(code_kind, first_fours, second_fours, lines):
     """Write a group's codes: those of 8 bits in lines of four, else the lower 4 bits and then the upper bits."""
     if code_kind.bits == 8:
         for line in range(code_kind.group_size // 4):
-            begin, by = line // 2 * PANEL, 16 * (line % 2)
+            begin, bit_shift = line // 2 * PANEL, 16 * (line % 2)
             for lane in range(PANEL):  # 0x03020100 and 0x07060504 become 0x0501_0400 and 0x0703_0602
-                first, second = first_fours[begin + lane] >> by, second_fours[begin + lane] >> by
+                first, second = first_fours[begin + lane] >> bit_shift, second_fours[begin + lane] >> bit_shift
                 low = (first & 0xFF) | (second & 0xFF) << 8
                 lines[line * PANEL + lane] = low | (first & 0xFF00) << 8 | (second & 0xFF00) << 16
         return
-    high_bits, count = code_kind.bits - 4, code_kind.group_size // 8 * PANEL  # count: numbers of the lower bits
-    _pack_lines(first_fours, second_fours, 0, 4, 0, lines[:count])
-    per_line = 4 // high_bits  # eights of codes whose upper bits share a line
+    high_bits, low_words = code_kind.bits - 4, code_kind.group_size // 8 * PANEL  # low_words: numbers of the lower bits
+    _pack_lines(first_fours, second_fours, 0, 4, 0, lines[:low_words])
+    eights_per_line = 4 // high_bits  # eights of codes whose upper bits share a line
     for eight in range(code_kind.group_size // 8):
-        begin, by = count + eight // per_line * PANEL, 4 * high_bits * (eight % per_line)
+        begin, bit_shift = low_words + eight // eights_per_line * PANEL, 4 * high_bits * (eight % eights_per_line)
         firsts, seconds = first_fours[eight * PANEL :], second_fours[eight * PANEL :]
-        _pack_lines(firsts, seconds, 4, high_bits, by, lines[begin : begin + PANEL])
+        _pack_lines(firsts, seconds, 4, high_bits, bit_shift, lines[begin : begin + PANEL])
 
 
 @compile_uncounted
@@ -66,7 +66,7 @@ def _fill_panels(kind_number, code_kind, header, raw, panels, codes, turned, sca
     scales and minima uint8 [groups].
     """
     fours, inputs = codes.view(np.uint32), code_kind.group_size * code_kind.block_groups
-    count = code_kind.group_size // 8 * PANEL  # numbers of each half of `turned` for a group
+    group_fours = code_kind.group_size // 8 * PANEL  # numbers of each half of `turned` for a group
     for panel in range(panels.shape[0]):
         for block in range(raw.shape[1]):
             out = panels[panel, block]
@@ -92,8 +92,8 @@ def _fill_panels(kind_number, code_kind, header, raw, panels, codes, turned, sca
                 _pack_lines(turned[0], turned[1], 0, 4, 0, lines)
                 continue
             for group in range(code_kind.block_groups):
-                first_fours, second_fours = turned[0, group * count :], turned[1, group * count :]
-                _pack_group(code_kind, first_fours, second_fours, lines[group * count * code_kind.bits // 4 :])
+                first_fours, second_fours = turned[0, group * group_fours :], turned[1, group * group_fours :]
+                _pack_group(code_kind, first_fours, second_fours, lines[group * group_fours * code_kind.bits // 4 :])
 
 
 def code_table(parts: Sequence[CodedRows], function_of: Callable[[int], int]) -> Tensor:
@@ -108,23 +108,23 @@ def code_table(parts: Sequence[CodedRows], function_of: Callable[[int], int]) ->
             part.packed = code_panels(part.kind_name, part.raw)
             part.release_pages()
         addresses = part.packed.data_ptr() + part.packed[0].nbytes * torch.arange(len(part.packed))
-        function = function_of(KIND_NUMBERS[part.kind_name])
-        tables.append(torch.stack([addresses, torch.full_like(addresses, function)], 1))
+        function_address = function_of(KIND_NUMBERS[part.kind_name])
+        tables.append(torch.stack([addresses, torch.full_like(addresses, function_address)], 1))
     return torch.cat(tables).flatten()
 
 
-def code_panels(name: str, raw: Tensor) -> Tensor:
+def code_panels(kind_name: str, raw: Tensor) -> Tensor:
     """Stored rows, uint8 [outputs, bytes], as panels uint8 [outputs / PANEL, blocks, `PanelBlock.size`]."""
-    code_kind, kind_number, block = CODE_KINDS[name], KIND_NUMBERS[name], PanelBlock(CODE_KINDS[name])
+    code_kind, kind_number, block = CODE_KINDS[kind_name], KIND_NUMBERS[kind_name], PanelBlock(CODE_KINDS[kind_name])
     blocks = raw.view(len(raw), -1, code_kind.block_bytes)
     panels = in_large_pages(torch.empty(len(raw) // PANEL, blocks.shape[1], block.size, dtype=torch.uint8))
     stored_blocks, out = blocks.numpy(), panels.numpy()
 
     def fill(begin: int, end: int) -> None:
-        codes, turned = np.empty((PANEL, LONGEST), np.uint8), np.empty((2, LONGEST // 8 * PANEL), np.uint32)
+        codes, transposed = np.empty((PANEL, LONGEST), np.uint8), np.empty((2, LONGEST // 8 * PANEL), np.uint32)
         scales, minima = np.empty((2, MOST_GROUPS), np.uint8)
         rows = stored_blocks[begin * PANEL : end * PANEL]
-        _fill_panels(kind_number, code_kind, block.header, rows, out[begin:end], codes, turned, scales, minima)
+        _fill_panels(kind_number, code_kind, block.header, rows, out[begin:end], codes, transposed, scales, minima)
 
     in_threads(fill, len(panels), PANEL * blocks.shape[1] * code_kind.inputs)
     return panels

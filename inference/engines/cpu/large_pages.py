@@ -13,9 +13,9 @@ _COLLAPSE = 25  # of Linux 6.1 and later: move existing memory to large pages no
 def in_large_pages(tensor: Tensor) -> Tensor:
     """`tensor`, contiguous and on a CPU, with its memory in large pages as far as the system provides them."""
     begin = -(-tensor.data_ptr() // LARGE) * LARGE
-    size = (tensor.data_ptr() + tensor.nbytes) // LARGE * LARGE - begin
-    if sys.platform == "linux" and size > 0:
+    byte_count = (tensor.data_ptr() + tensor.nbytes) // LARGE * LARGE - begin
+    if sys.platform == "linux" and byte_count > 0:
         advise = ctypes.CDLL(None).madvise
         for advice in (mmap.MADV_HUGEPAGE, _COLLAPSE):  # a refusal changes nothing
-            advise(ctypes.c_void_p(begin), ctypes.c_size_t(size), ctypes.c_int(advice))
+            advise(ctypes.c_void_p(begin), ctypes.c_size_t(byte_count), ctypes.c_int(advice))
     return tensor

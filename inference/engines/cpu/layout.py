@@ -32,7 +32,7 @@ from outrider.inference.engines.cpu.entries import NumberType
 from outrider.inference.engines.cpu.recorded import settle
 from outrider.inference.engines.cpu.vectors import PANEL
 
-TORCH = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"  # the library with PyTorch's own loops
+TORCH_LIB = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"  # the library with PyTorch's own loops
 
 
 class Team(NamedTuple):
@@ -50,11 +50,11 @@ def team() -> Team:
     for library in _where_torch_looks():
         try:
             parallel = library.GOMP_parallel
-            numbers = [_c_address(library.omp_get_thread_num), _c_address(library.omp_get_num_threads)]
+            omp_addresses = [_c_address(library.omp_get_thread_num), _c_address(library.omp_get_num_threads)]
         except AttributeError:
             continue
         parallel.argtypes, parallel.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
-        return Team(parallel, *numbers)
+        return Team(parallel, *omp_addresses)
     return Team(None, 0, 0)
 
 
@@ -63,8 +63,8 @@ def _where_torch_looks() -> "Iterator[ctypes.CDLL]":
     process, then PyTorch's library and its dependencies."""
     if sys.platform == "linux":
         yield ctypes.CDLL(None)
-    if sys.platform == "linux" and TORCH.exists():
-        yield ctypes.CDLL(str(TORCH))
+    if sys.platform == "linux" and TORCH_LIB.exists():
+        yield ctypes.CDLL(str(TORCH_LIB))
 
 
 def _c_address(function: "ctypes._NamedFuncPointer") -> int:
@@ -76,13 +76,13 @@ def most_threads() -> int:
     return torch.get_num_threads() if team().parallel is not None else 1
 
 
-def call_in_team(function: int, argument: int, threads: int) -> None:
+def call_in_team(function_address: int, argument: int, threads: int) -> None:
     """Call the C function void f(int64) at an address in `threads` threads at once, each with `argument`."""
     parallel = team().parallel
     if threads == 1 or parallel is None:  # OpenMP would end its other threads for a team of one
-        _alone(function)(argument)
+        _alone(function_address)(argument)
     else:
-        parallel(function, argument, threads, 0)
+        parallel(function_address, argument, threads, 0)
 
 
 @cache
@@ -96,7 +96,7 @@ STORED: dict[torch.dtype, NumberType] = {
     torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16, torch.int8: np.int8,
     torch.int64: np.int64,
 }  # fmt: skip
-_TRIED = (16 * PANEL, 512)  # outputs and inputs of a timed product, whose weights stay in a near cache
+_TRIAL_SIZE = (16 * PANEL, 512)  # outputs and inputs of a timed product, whose weights stay in a near cache
 _REPEATS = 20
 Way = Literal["floats", "pairs", "amx", "codes"]
 
@@ -117,13 +117,13 @@ class WeightLayout(NamedTuple):
         weight_dtype = fewest_bytes(linears)
         if weight_dtype != torch.bfloat16 or any(linear.in_features % 2 for linear in linears):
             return cls(weight_dtype, 1, "floats", dtype)
-        in_steps = all(linear.in_features % STEP == 0 for linear in linears)
-        able = [way for way in ways() if way != "amx" or in_steps]
+        fits_steps = all(linear.in_features % STEP == 0 for linear in linears)
+        able = [way for way in ways() if way != "amx" or fits_steps]
         if dtype != torch.bfloat16 and "pairs" in able:  # float32s would lose their lower digits
             able.remove("pairs")
-        question = f"bfloat16 weights in {_name(dtype)}" + ("" if in_steps else f" (inputs in no steps of {STEP})")
+        choice_key = f"bfloat16 weights in {_name(dtype)}" + ("" if fits_steps else f" (inputs in no steps of {STEP})")
         way = settle(  # AMX is by far the fastest
-            question, able, lambda: "amx" if "amx" in able else min(able, key=lambda w: seconds_of_product(w, dtype))
+            choice_key, able, lambda: "amx" if "amx" in able else min(able, key=lambda w: seconds_of_product(w, dtype))
         )
         return cls(weight_dtype, 2, way, dtype)
 
@@ -135,8 +135,8 @@ class WeightLayout(NamedTuple):
     @property
     def read(self) -> torch.dtype:
         """The dtype of the operand by which weights are multiplied."""
-        floats = self.way == "floats" or (self.way == "codes" and not (HAS_BYTES and self.dtype == torch.bfloat16))
-        return torch.float32 if floats else torch.bfloat16
+        in_float32 = self.way == "floats" or (self.way == "codes" and not (HAS_BYTES and self.dtype == torch.bfloat16))
+        return torch.float32 if in_float32 else torch.bfloat16
 
     @property
     def _numbers(self) -> NumberType:
@@ -144,15 +144,15 @@ class WeightLayout(NamedTuple):
             return np.uint64
         return np.uint32 if self.together == 2 else STORED[self.weight_dtype]
 
-    def entry(self, make: Make) -> int:
+    def entry(self, make_entry: Make) -> int:
         """The address of one of `entries` for this layout."""
-        return _address(make, self._numbers, self.read, self.dtype)
+        return _address(make_entry, self._numbers, self.read, self.dtype)
 
     def panels(self, linear: Linear) -> Tensor:
         """A layer's weights in this layout; of codes the table of their panels."""
         if isinstance(linear, CodedLinear):
-            x = torch.int8 if self.read == torch.bfloat16 else self.read  # see `round_row`
-            return code_table(linear.parts, lambda kind: _address(entries.codes_entry, kind, x, self.dtype))
+            x_dtype = torch.int8 if self.read == torch.bfloat16 else self.read  # see `round_row`
+            return code_table(linear.parts, lambda kind: _address(entries.codes_entry, kind, x_dtype, self.dtype))
         weight = linear.codes if isinstance(linear, Int8Linear) else linear.weight.detach().to(self.weight_dtype)
         return in_panels(weight, self.together)
 
@@ -186,18 +186,18 @@ def fewest_bytes(linears: Sequence[Linear]) -> torch.dtype:
     return torch.float32
 
 
-def in_panels(weight: Tensor, together: int = 1) -> Tensor:
+def in_panels(weight: Tensor, pair_size: int = 1) -> Tensor:
     """A weight [out, in] in the order in which the kernels read it: panels [out / PANEL, in, PANEL], flattened.
 
     together: the number of adjacent inputs of an output, [out / PANEL, in / together, PANEL, together].
     """
-    return weight.view(-1, PANEL, weight.shape[1] // together, together).transpose(1, 2).flatten()
+    return weight.view(-1, PANEL, weight.shape[1] // pair_size, pair_size).transpose(1, 2).flatten()
 
 
-def out_of_panels(panels: Tensor, outputs: int, together: int) -> Tensor:
+def out_of_panels(panels: Tensor, output_count: int, pair_size: int) -> Tensor:
     """The weight [outputs, in] that `in_panels` was given."""
-    in_order = panels.view(outputs // PANEL, -1, PANEL, together).transpose(1, 2)
-    return in_order.reshape(outputs, -1)
+    by_output = panels.view(output_count // PANEL, -1, PANEL, pair_size).transpose(1, 2)
+    return by_output.reshape(output_count, -1)
 
 
 @cache
@@ -216,8 +216,8 @@ def call(entry: int, table: list[int], weight_bytes: int) -> None:
         threads = 1
     if threads > 1:
         table[entries.THREAD], table[entries.THREADS] = team().thread, team().threads
-    numbers = array("q", table)
-    call_in_team(entry, numbers.buffer_info()[0], threads)
+    c_table = array("q", table)
+    call_in_team(entry, c_table.buffer_info()[0], threads)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -236,17 +236,17 @@ def seconds_of_product(way: Way, dtype: torch.dtype) -> float:
 
     On some processors the instruction for pairs takes as long as four products of floats.
     """
-    outputs, inputs = _TRIED
+    output_count, input_count = _TRIAL_SIZE
     layout = WeightLayout(torch.bfloat16, 2, way, dtype)
-    weights = torch.ones(outputs, inputs, dtype=torch.bfloat16)
-    x, out = layout.operand(torch.ones(TILE, inputs, dtype=dtype)), torch.empty(TILE, outputs, dtype=dtype)
-    floats = torch.ones(outputs)
+    weights = torch.ones(output_count, input_count, dtype=torch.bfloat16)
+    x, out = layout.operand(torch.ones(TILE, input_count, dtype=dtype)), torch.empty(TILE, output_count, dtype=dtype)
+    unit_scales = torch.ones(output_count)
     entry = layout.entry(entries.product_entry)
     table = [0] * entries.TABLE
     table[entries.WEIGHTS], table[entries.SCALES], table[entries.BIASES], table[entries.X], table[entries.OUT] = (
-        tensor.data_ptr() for tensor in (weights, floats, floats, x, out)
+        tensor.data_ptr() for tensor in (weights, unit_scales, unit_scales, x, out)
     )
-    table[entries.ROWS], table[entries.INPUTS], table[entries.OUTPUTS] = TILE, inputs, outputs
+    table[entries.ROWS], table[entries.INPUTS], table[entries.OUTPUTS] = TILE, input_count, output_count
     seconds = []
     for _ in range(1 + _REPEATS):
         started = time.perf_counter()

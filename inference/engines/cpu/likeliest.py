@@ -41,23 +41,23 @@ def _maxima_of_lanes(context, row, best, block):
 
     def make(context, builder, signature, arguments):
         of_row, of_best, of_block = arrays_of(context, builder, signature.args, arguments)
-        none = ir.Constant(INTS, [0] * LANES)
+        zero_lanes = ir.Constant(INTS, [0] * LANES)
 
         def look(index, values):
-            best, block, odd = values
+            lane_maxima, lane_blocks, odd = values
             numbers = load_floats(builder, of_row.data, builder.mul(index, LONG(LANES)), row.dtype)
-            larger = builder.fcmp_ordered(">", numbers, best)
-            here = splat(builder, builder.trunc(index, ir.IntType(32)))
+            larger = builder.fcmp_ordered(">", numbers, lane_maxima)
+            indices = splat(builder, builder.trunc(index, ir.IntType(32)))
             odd = builder.or_(odd, builder.sext(builder.fcmp_unordered("uno", numbers, numbers), INTS))
-            return [builder.select(larger, numbers, best), builder.select(larger, here, block), odd]
+            return [builder.select(larger, numbers, lane_maxima), builder.select(larger, indices, lane_blocks), odd]
 
         count = builder.sdiv(cgutils.unpack_tuple(builder, of_row.shape, 1)[0], LONG(LANES))
-        first = load_floats(builder, of_row.data, LONG(0), row.dtype)
-        best, block, odd = loop(builder, count, [first, none, none], look)
-        builder.store(best, builder.bitcast(of_best.data, FLOATS.as_pointer()), align=4)
-        builder.store(block, builder.bitcast(of_block.data, INTS.as_pointer()), align=4)
-        bits = builder.bitcast(builder.icmp_unsigned("!=", odd, none), ir.IntType(LANES))
-        return builder.icmp_unsigned("!=", bits, ir.IntType(LANES)(0))
+        first_vector = load_floats(builder, of_row.data, LONG(0), row.dtype)
+        final_maxima, final_blocks, nan_lanes = loop(builder, count, [first_vector, zero_lanes, zero_lanes], look)
+        builder.store(final_maxima, builder.bitcast(of_best.data, FLOATS.as_pointer()), align=4)
+        builder.store(final_blocks, builder.bitcast(of_block.data, INTS.as_pointer()), align=4)
+        nan_bits = builder.bitcast(builder.icmp_unsigned("!=", nan_lanes, zero_lanes), ir.IntType(LANES))
+        return builder.icmp_unsigned("!=", nan_bits, ir.IntType(LANES)(0))
 
     return types.boolean(row, best, block), make
 
@@ -65,19 +65,19 @@ def _maxima_of_lanes(context, row, best, block):
 @kernel
 def first_largest(row, best, block):
     """The first index of the maximum of `row` [≥ LANES], or of a NaN. best, block [LANES]: workspaces."""
-    tail = row.shape[0] // LANES * LANES
-    odd = _maxima_of_lanes(row, best, block)
-    index, value = np.int64(0), wide(row[0])
+    tail_begin = row.shape[0] // LANES * LANES
+    has_nan = _maxima_of_lanes(row, best, block)
+    index, max_value = np.int64(0), wide(row[0])
     for lane in range(LANES):
         column = np.int64(block[lane]) * LANES + lane
-        if best[lane] > value or (best[lane] == value and column < index):
-            index, value = column, best[lane]
-    for column in range(tail, row.shape[0]):
+        if best[lane] > max_value or (best[lane] == max_value and column < index):
+            index, max_value = column, best[lane]
+    for column in range(tail_begin, row.shape[0]):
         number = wide(row[column])
-        if number > value:
-            index, value = column, number
-        odd |= number != number
-    if odd:
+        if number > max_value:
+            index, max_value = column, number
+        has_nan |= number != number
+    if has_nan:
         index = 0
         while wide(row[index]) == wide(row[index]):
             index += 1
@@ -91,11 +91,11 @@ def _group_maxima(context, row, maxima):
     def make(context, builder, signature, arguments):
         of_row, of_maxima = arrays_of(context, builder, signature.args, arguments)
         kind = ir.FunctionType(FLOAT, [FLOATS])
-        largest = cgutils.get_or_insert_function(builder.module, kind, "llvm.vector.reduce.fmaximum.v16f32")
+        max_function = cgutils.get_or_insert_function(builder.module, kind, "llvm.vector.reduce.fmaximum.v16f32")
 
         def look(group, nothing):
             numbers = load_floats(builder, of_row.data, builder.mul(group, LONG(LANES)), row.dtype)
-            builder.store(builder.call(largest, [numbers]), builder.gep(of_maxima.data, [group]))
+            builder.store(builder.call(max_function, [numbers]), builder.gep(of_maxima.data, [group]))
             return nothing
 
         loop(builder, builder.sdiv(cgutils.unpack_tuple(builder, of_row.shape, 1)[0], LONG(LANES)), [], look)
@@ -117,8 +117,8 @@ def _sum_of_exponentials(context, row, peak, sharpness):
             powers = exponential(builder, builder.fmul(builder.fsub(numbers, peak), sharpness))
             return [builder.fadd(sums[0], powers)]
 
-        count = builder.sdiv(cgutils.unpack_tuple(builder, of_row.shape, 1)[0], LONG(LANES))
-        total = loop(builder, count, [ZEROS], grow)[0]
+        group_count = builder.sdiv(cgutils.unpack_tuple(builder, of_row.shape, 1)[0], LONG(LANES))
+        total = loop(builder, group_count, [ZEROS], grow)[0]
         return builder.extract_element(sums_of_lanes(builder, [total]), INT(0))
 
     return types.float32(row, types.float32, types.float32), make
@@ -145,27 +145,27 @@ def likeliest_children(logits, weights, sharpness, maxima, values, rows, columns
     for rank in range(values.shape[0]):
         values[rank], rows[rank], columns[rank] = np.float32(0.0), 0, 0
     vocabulary = logits.shape[1]
-    tail = vocabulary // LANES * LANES
+    tail_begin = vocabulary // LANES * LANES
     last_rank = values.shape[0] - 1
-    for r in range(logits.shape[0]):
-        row = logits[r]
+    for row_index in range(logits.shape[0]):
+        row = logits[row_index]
         _group_maxima(row, maxima)
         peak = wide(row[vocabulary - 1])
-        for group in range(tail // LANES):
+        for group in range(tail_begin // LANES):
             peak = peak if maxima[group] <= peak or peak != peak else maxima[group]
-        for column in range(tail, vocabulary):
+        for column in range(tail_begin, vocabulary):
             peak = peak if wide(row[column]) <= peak or peak != peak else wide(row[column])
         if not abs(peak) < np.float32(np.inf):
             continue
         total = _sum_of_exponentials(row, peak, sharpness)
-        for column in range(tail, vocabulary):
+        for column in range(tail_begin, vocabulary):
             total += math.exp((wide(row[column]) - peak) * sharpness)
-        scale = weights[r] / total
+        scale = weights[row_index] / total
         for group in range(-(-vocabulary // LANES)):
-            best = maxima[group] if group < tail // LANES else peak
-            if not scale * math.exp((best - peak) * sharpness) > values[last_rank]:
+            group_max = maxima[group] if group < tail_begin // LANES else peak
+            if not scale * math.exp((group_max - peak) * sharpness) > values[last_rank]:
                 continue
             for column in range(group * LANES, min(vocabulary, (group + 1) * LANES)):
                 value = np.float32(scale * math.exp((wide(row[column]) - peak) * sharpness))
                 if value > values[last_rank]:
-                    _enter(value, r, column, values, rows, columns)
+                    _enter(value, row_index, column, values, rows, columns)

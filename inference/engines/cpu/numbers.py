@@ -57,8 +57,8 @@ def _put_in(array, index, value, in_bf16):
 @kernel
 def bits_of_bfloat16(value):
     bits = np.float32(value).view(np.uint32)
-    up = np.uint32(bits + np.uint32(0x7FFF) + np.uint32((bits >> np.uint32(16)) & np.uint32(1)))
-    return np.uint32(0x7FC0) if value != value else np.uint32(up >> np.uint32(16))
+    rounded_bits = np.uint32(bits + np.uint32(0x7FFF) + np.uint32((bits >> np.uint32(16)) & np.uint32(1)))
+    return np.uint32(0x7FC0) if value != value else np.uint32(rounded_bits >> np.uint32(16))
 
 
 @kernel
@@ -72,31 +72,31 @@ def rounded(value, in_bf16):
 @intrinsic
 def array_at(context, address, like):
     """An address as a pointer to numbers of the type of those of `like`."""
-    pointer = types.CPointer(like.dtype)
+    pointer_type = types.CPointer(like.dtype)
 
     def make(context, builder, signature, arguments):
-        return builder.inttoptr(arguments[0], context.get_value_type(pointer))
+        return builder.inttoptr(arguments[0], context.get_value_type(pointer_type))
 
-    return pointer(types.int64, like), make
+    return pointer_type(types.int64, like), make
 
 
 @intrinsic
 def array_of(context, address, shape, like):
     """An array at an address, of numbers like those of `like`; unlike numba's `carray`, also in a `kernel`."""
-    array = types.Array(like.dtype, len(shape), "C")
+    array_type = types.Array(like.dtype, len(shape), "C")
 
     def make(context, builder, signature, arguments):
         shape = cgutils.unpack_tuple(builder, arguments[1])
-        itemsize = context.get_abi_sizeof(context.get_data_type(array.dtype))
+        itemsize = context.get_abi_sizeof(context.get_data_type(array_type.dtype))
         strides = [ir.Constant(ir.IntType(64), itemsize)]
         for length in reversed(shape[1:]):
             strides.insert(0, builder.mul(strides[0], length))
-        structure = context.make_array(array)(context, builder)
+        structure = context.make_array(array_type)(context, builder)
         data = builder.inttoptr(arguments[0], structure.data.type)
         populate_array(structure, data=data, shape=shape, strides=strides, itemsize=itemsize, meminfo=None)
         return structure._getvalue()
 
-    return array(types.int64, shape, like), make
+    return array_type(types.int64, shape, like), make
 
 
 @intrinsic

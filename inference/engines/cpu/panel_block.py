@@ -38,10 +38,10 @@ class PanelBlock:
     @property
     def header(self) -> int:
         """Bytes before the codes."""
-        numbers = 1 + self.code_kind.has_minimum  # of a group
+        numbers_per_group = 1 + self.code_kind.has_minimum  # of a group
         if self.code_kind.block_groups == 1:
-            return 2 * PANEL * numbers
-        return -(-PANEL * numbers * (2 + self.code_kind.block_groups) // LINE) * LINE
+            return 2 * PANEL * numbers_per_group
+        return -(-PANEL * numbers_per_group * (2 + self.code_kind.block_groups) // LINE) * LINE
 
     @property
     def group_bytes(self) -> int:
@@ -69,52 +69,52 @@ def in_all_words(builder, number):
     return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(INT, 2 * LANES), [0] * 2 * LANES))
 
 
-def _shift_right(builder, words, by):
+def _shift_right(builder, words, bit_count):
     """Integers shifted right by a number of bits; left by a negative number."""
-    if by == 0:
+    if bit_count == 0:
         return words
-    shift = builder.lshr if by > 0 else builder.shl
-    return shift(words, ir.Constant(words.type, [abs(by)] * words.type.count))
+    shift = builder.lshr if bit_count > 0 else builder.shl
+    return shift(words, ir.Constant(words.type, [abs(bit_count)] * words.type.count))
 
 
-def two_codes(builder, code_kind, lines, upper, pair):
-    """The codes of the `pair`-th two of eight inputs, two vectors of floats. upper: their upper bits, if any."""
+def two_codes(builder, code_kind, lines, upper_words, pair_index):
+    """The codes of the `pair_index`-th two of eight inputs, two vectors of floats. upper: their upper bits, if any."""
     if code_kind.bits == 8:
-        words = _shift_right(builder, lines[pair % 2], 8 * (pair // 2))
+        words = _shift_right(builder, lines[pair_index % 2], 8 * (pair_index // 2))
     else:
-        words = _shift_right(builder, lines[0], 4 * pair)
-    if upper is not None:
-        upper = _shift_right(builder, upper, (code_kind.bits - 4) * pair - 4)
+        words = _shift_right(builder, lines[0], 4 * pair_index)
+    if upper_words is not None:
+        upper_words = _shift_right(builder, upper_words, (code_kind.bits - 4) * pair_index - 4)
         upper_mask = _splat_word(2**code_kind.bits - 16)
-        words = builder.or_(builder.and_(words, _splat_word(15)), builder.and_(upper, upper_mask))
+        words = builder.or_(builder.and_(words, _splat_word(15)), builder.and_(upper_words, upper_mask))
     words = builder.bitcast(words, INTS)
     halves = words, _shift_right(builder, words, 16)
     return [builder.sitofp(builder.and_(half, splat_int(2**code_kind.bits - 1)), FLOATS) for half in halves]
 
 
-def four_codes(builder, code_kind, lines, upper, half):
+def four_codes(builder, code_kind, lines, upper_words, half_index):
     """The codes of inputs 0, 4, 1, 5 or, if half is 1, of 2, 6, 3, 7 of eight, a vector of bytes; as `two_codes`."""
     if code_kind.bits == 8:
-        return builder.bitcast(lines[half], INTS)
-    codes = builder.and_(_shift_right(builder, lines[0], 4 * half), _splat_word(0x0F0F))
-    if upper is not None:
-        bits = code_kind.bits - 4
-        for to, begin in ((4, bits * half), (12, bits * (2 + half))):
-            moved = _shift_right(builder, upper, begin - to)
-            codes = builder.or_(codes, builder.and_(moved, _splat_word((2**bits - 1) << to)))
+        return builder.bitcast(lines[half_index], INTS)
+    codes = builder.and_(_shift_right(builder, lines[0], 4 * half_index), _splat_word(0x0F0F))
+    if upper_words is not None:
+        upper_bits = code_kind.bits - 4
+        for target_bit, source_bit in ((4, upper_bits * half_index), (12, upper_bits * (2 + half_index))):
+            shifted = _shift_right(builder, upper_words, source_bit - target_bit)
+            codes = builder.or_(codes, builder.and_(shifted, _splat_word((2**upper_bits - 1) << target_bit)))
     return builder.bitcast(codes, INTS)
 
 
-def scale_and_minimum(builder, code_kind, block, group):
+def scale_and_minimum(builder, code_kind, block_start, group):
     """(scale, minimum or None) of a group of a panel's block, for each output."""
     factors, begin = [], 2 * PANEL * (1 + code_kind.has_minimum)
     for index in range(1 + code_kind.has_minimum):
-        half = load_vector(builder, block, LONG(2 * PANEL * index), ir.VectorType(ir.HalfType(), LANES))
+        half = load_vector(builder, block_start, LONG(2 * PANEL * index), ir.VectorType(ir.HalfType(), LANES))
         factor = builder.fpext(half, FLOATS)
         if code_kind.block_groups > 1:
             offset = builder.add(LONG(begin + index * code_kind.block_groups * PANEL), builder.mul(group, LONG(PANEL)))
-            numbers = load_vector(builder, block, offset, ir.VectorType(BYTE, LANES))
-            widened = builder.zext(numbers, INTS) if code_kind.has_minimum else builder.sext(numbers, INTS)
+            scale_bytes = load_vector(builder, block_start, offset, ir.VectorType(BYTE, LANES))
+            widened = builder.zext(scale_bytes, INTS) if code_kind.has_minimum else builder.sext(scale_bytes, INTS)
             factor = builder.fmul(factor, builder.sitofp(widened, FLOATS))
         factors.append(factor)
     if code_kind.has_zero_point:

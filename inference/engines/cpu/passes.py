@@ -41,8 +41,8 @@ def product(linear, x, rows, begin, end, in_bf16, out):
 
 @overload(product)
 def _product_of(linear, x, rows, begin, end, in_bf16, out):
-    way = {types.uint64: by_amx, types.int64: by_codes}.get(linear.types[0].dtype, by_vectors)
-    return lambda linear, x, rows, begin, end, in_bf16, out: way(linear, x, rows, begin, end, in_bf16, out)
+    multiply = {types.uint64: by_amx, types.int64: by_codes}.get(linear.types[0].dtype, by_vectors)
+    return lambda linear, x, rows, begin, end, in_bf16, out: multiply(linear, x, rows, begin, end, in_bf16, out)
 
 
 @kernel
@@ -128,10 +128,10 @@ def rotate(head, cos, sin, weight, eps, in_bf16):
     """Rotate a query's or key's head [D] in place, by cos and sin of its position; normalise it first if eps ≥ 0."""
     width = head.shape[0]
     if eps >= np.float32(0.0):
-        total = np.float32(0.0)
+        square_sum = np.float32(0.0)
         for i in range(width):
-            total += head[i] * head[i]
-        scale = np.float32(1.0) / np.sqrt(total / np.float32(width) + eps)
+            square_sum += head[i] * head[i]
+        scale = np.float32(1.0) / np.sqrt(square_sum / np.float32(width) + eps)
         for i in range(width):
             head[i] = rounded(rounded(head[i] * scale, in_bf16) * weight[i], in_bf16)
     half = width // 2
@@ -158,22 +158,22 @@ def rotate_and_store(shape, layer, pass_rows, weight, head_eps, work):
     """Rotate queries and keys and write keys and values to the cache, for this thread's part of all rows' heads."""
     heads, key_heads, width = shape.heads, shape.key_heads, shape.width
     (cos, sin, texts), rank, threads = pass_rows, work.rank, work.threads
-    in_bf16, all_heads, text = cos.itemsize == 2, heads + 2 * key_heads, 0
-    vectors = all_heads * work.heads.shape[0]
-    for index in range(vectors * rank // threads, vectors * (rank + 1) // threads):
+    in_bf16, all_heads, text_index = cos.itemsize == 2, heads + 2 * key_heads, 0
+    vector_count = all_heads * work.heads.shape[0]
+    for index in range(vector_count * rank // threads, vector_count * (rank + 1) // threads):
         row, head = index // all_heads, index % all_heads
         vector = work.heads[row, head * width : (head + 1) * width]
         if head < heads + key_heads:
             rotate(vector, cos[row], sin[row], weight[head], head_eps, in_bf16)
         if head >= heads:
-            while row >= texts[text, BEGIN] + texts[text, ROWS]:
-                text += 1
-            of_values = np.int64(head >= heads + key_heads)
-            address = texts[text, KEYS] + (2 * layer + of_values) * texts[text, VALUE_OFFSET]
-            stored = array_of(address, (key_heads, texts[text, SLOTS], width), cos)
-            line = stored[(head - heads) % key_heads, texts[text, PAST] + row - texts[text, BEGIN]]
+            while row >= texts[text_index, BEGIN] + texts[text_index, ROWS]:
+                text_index += 1
+            is_value = np.int64(head >= heads + key_heads)
+            address = texts[text_index, KEYS] + (2 * layer + is_value) * texts[text_index, VALUE_OFFSET]
+            cache = array_of(address, (key_heads, texts[text_index, SLOTS], width), cos)
+            cache_row = cache[(head - heads) % key_heads, texts[text_index, PAST] + row - texts[text_index, BEGIN]]
             for i in range(width):
-                put(line, i, vector[i], in_bf16)
+                put(cache_row, i, vector[i], in_bf16)
 
 
 def _attend(weights, task, begin, end, in_bf16, out):
@@ -199,22 +199,22 @@ def attend_all(weights, shape, layer, pass_rows, scale, in_bf16, work):
     """Write the attention outputs of this thread's part of all rows' query heads to `work.mixed`."""
     (cos, _, texts), rank, threads = pass_rows, work.rank, work.threads
     queries, near = work.heads[:, : shape.heads * shape.width], work.near[rank]
-    heads, rows, width = shape.heads, work.heads.shape[0], shape.width
-    first_query, end_query = heads * rows * rank // threads, heads * rows * (rank + 1) // threads
-    text = 0
+    query_heads, rows, width = shape.heads, work.heads.shape[0], shape.width
+    first_query, end_query = query_heads * rows * rank // threads, query_heads * rows * (rank + 1) // threads
+    text_index = 0
     while first_query < end_query:
-        row, together = texts[text, BEGIN], texts[text, ROWS]
-        begin, end = heads * row, min(end_query, heads * (row + together))
+        row, text_rows = texts[text_index, BEGIN], texts[text_index, ROWS]
+        begin, end = query_heads * row, min(end_query, query_heads * (row + text_rows))
         if first_query >= end:
-            text += 1
+            text_index += 1
             continue
-        sizes, offset = (shape.key_heads, texts[text, SLOTS], width), texts[text, VALUE_OFFSET]
-        keys = array_of(texts[text, KEYS] + 2 * layer * offset, sizes, cos)
-        values = array_of(texts[text, KEYS] + (2 * layer + 1) * offset, sizes, cos)
-        seen = texts[text, PAST] + together
-        masked = (together, seen if texts[text, MASK] != 0 else np.int64(0))
-        mask = array_of(texts[text, MASK], masked, cos)
-        task = AttentionTask(queries, keys, values, seen, mask, scale, work.scores, work.sums, near, row, together)
+        cache_shape, value_offset = (shape.key_heads, texts[text_index, SLOTS], width), texts[text_index, VALUE_OFFSET]
+        keys = array_of(texts[text_index, KEYS] + 2 * layer * value_offset, cache_shape, cos)
+        values = array_of(texts[text_index, KEYS] + (2 * layer + 1) * value_offset, cache_shape, cos)
+        seen = texts[text_index, PAST] + text_rows
+        mask_shape = (text_rows, seen if texts[text_index, MASK] != 0 else np.int64(0))
+        mask = array_of(texts[text_index, MASK], mask_shape, cos)
+        task = AttentionTask(queries, keys, values, seen, mask, scale, work.scores, work.sums, near, row, text_rows)
         _attend(weights, task, first_query - begin, end - begin, in_bf16, work.mixed)
         first_query = end
 
@@ -240,36 +240,36 @@ def run(shape, layers, start, stop, pass_rows, numbers, work):
     the norms' eps; that of the norms of queries and keys, < 0 without these norms; the scale of query · key.
     """
     eps, head_eps, scale = numbers[0], numbers[1], numbers[2]
-    size, inner, mixed = shape.hidden, shape.inner, shape.heads * shape.width
+    hidden_size, inner_size, attention_size = shape.hidden, shape.inner, shape.heads * shape.width
     rank, threads, hidden = work.rank, work.threads, work.hidden
     rows, in_bf16, normed = hidden.shape[0], pass_rows.cos.itemsize == 2, work.normed[rank]
-    qkv = mixed + 2 * shape.key_heads * shape.width
+    qkv_size = attention_size + 2 * shape.key_heads * shape.width
     # where the second, third and fourth product begin in a layer's weights; where the second and third end in scales
-    in_number = weights_in(layers.weights)
-    out_begin = stored_numbers(qkv, size, in_number)
-    up_begin = out_begin + stored_numbers(size, mixed, in_number)
-    down_begin = up_begin + stored_numbers(2 * inner, size, in_number)
-    out_end, up_end = qkv + size, qkv + size + 2 * inner
-    turn = 0  # how often all threads have waited for each other
+    pack_size = weights_in(layers.weights)
+    out_begin = stored_numbers(qkv_size, hidden_size, pack_size)
+    up_begin = out_begin + stored_numbers(hidden_size, attention_size, pack_size)
+    down_begin = up_begin + stored_numbers(2 * inner_size, hidden_size, pack_size)
+    out_end, up_end = qkv_size + hidden_size, qkv_size + hidden_size + 2 * inner_size
+    wait_count = 0  # how often all threads have waited for each other
     for layer in range(start, stop):
         weights, scales, biases = layers.weights[layer], layers.scales[layer], layers.biases[layer]
         norm(hidden, rows, layers.norms[layer, 0], eps, in_bf16, normed)
-        joint = Linear(weights[:out_begin], size, scales[:qkv], biases[:qkv])
-        begin, end = part(qkv, rank, threads)
-        product(joint, normed, rows, begin, end, in_bf16, work.heads)
-        wait(work.arrived, threads, turn + 1)
+        qkv = Linear(weights[:out_begin], hidden_size, scales[:qkv_size], biases[:qkv_size])
+        begin, end = part(qkv_size, rank, threads)
+        product(qkv, normed, rows, begin, end, in_bf16, work.heads)
+        wait(work.arrived, threads, wait_count + 1)
         rotate_and_store(shape, layer, pass_rows, layers.head_norms[layer], head_eps, work)
-        wait(work.arrived, threads, turn + 2)
+        wait(work.arrived, threads, wait_count + 2)
         attend_all(weights, shape, layer, pass_rows, scale, in_bf16, work)
-        wait(work.arrived, threads, turn + 3)
-        out = Linear(weights[out_begin:up_begin], mixed, scales[qkv:out_end], biases[qkv:out_end])
+        wait(work.arrived, threads, wait_count + 3)
+        out = Linear(weights[out_begin:up_begin], attention_size, scales[qkv_size:out_end], biases[qkv_size:out_end])
         add(out, work.mixed, hidden, in_bf16, work)
-        wait(work.arrived, threads, turn + 4)
+        wait(work.arrived, threads, wait_count + 4)
         norm(hidden, rows, layers.norms[layer, 1], eps, in_bf16, normed)
-        up = Linear(weights[up_begin:down_begin], size, scales[out_end:up_end], biases[out_end:up_end])
-        gate(up, inner, in_bf16, work)
-        wait(work.arrived, threads, turn + 5)
-        down = Linear(weights[down_begin:], inner, scales[up_end:], biases[up_end:])
+        gate_up = Linear(weights[up_begin:down_begin], hidden_size, scales[out_end:up_end], biases[out_end:up_end])
+        gate(gate_up, inner_size, in_bf16, work)
+        wait(work.arrived, threads, wait_count + 5)
+        down = Linear(weights[down_begin:], inner_size, scales[up_end:], biases[up_end:])
         add(down, work.inner, hidden, in_bf16, work)
-        wait(work.arrived, threads, turn + 6)
-        turn += 6
+        wait(work.arrived, threads, wait_count + 6)
+        wait_count += 6

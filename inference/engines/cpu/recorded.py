@@ -13,10 +13,10 @@ import torch
 from outrider.base.errors import UserError
 from outrider.base.words import list_words
 
-_current: ContextVar[dict[str, str] | None] = ContextVar("choices", default=None)
-_imposed: ContextVar[bool] = ContextVar("imposed", default=False)
-_ruled: ContextVar[bool] = ContextVar("ruled", default=False)
-_RULE = ("amx", "at once", "blocked", "floats", "plain")  # the first one that is possible
+_answers: ContextVar[dict[str, str] | None] = ContextVar("choices", default=None)
+_is_imposed: ContextVar[bool] = ContextVar("imposed", default=False)
+_is_ruled: ContextVar[bool] = ContextVar("ruled", default=False)
+_RULE_ORDER = ("amx", "at once", "blocked", "floats", "plain")  # the first one that is possible
 
 Answer = TypeVar("Answer", bound=str)
 
@@ -28,48 +28,48 @@ def record_choices(choices: Mapping[str, str] | None = None) -> Iterator[dict[st
     Yields the answers by question; new ones are added as they are made, so every caller gets the same. A nested context
     shares the outer one's answers. `settle` raises `UserError` for a given choice that is not possible here.
     """
-    outer = _current.get()
-    if outer is not None:
-        yield outer
+    outer_answers = _answers.get()
+    if outer_answers is not None:
+        yield outer_answers
         return
     answers = dict(choices or {})
-    tokens = _current.set(answers), _imposed.set(choices is not None)
+    reset_tokens = _answers.set(answers), _is_imposed.set(choices is not None)
     try:
         yield answers
     finally:
-        _current.reset(tokens[0])
-        _imposed.reset(tokens[1])
+        _answers.reset(reset_tokens[0])
+        _is_imposed.reset(reset_tokens[1])
 
 
 @contextmanager
 def decide_by_rule() -> Iterator[None]:
     """Inside the context no timing decides: layouts follow a fixed rule, the same on all machines of one CPU model."""
-    token = _ruled.set(True)
+    reset_token = _is_ruled.set(True)
     try:
         yield
     finally:
-        _ruled.reset(token)
+        _is_ruled.reset(reset_token)
 
 
-def settle(question: str, possible: Sequence[Answer], choose: Callable[[], Answer]) -> Answer:
+def settle(question: str, possible_answers: Sequence[Answer], choose: Callable[[], Answer]) -> Answer:
     """The recorded answer to `question`; without one, the answer of `choose`, which is then recorded.
 
     possible: the answers that are possible here. They may differ between machines, but not between callers.
     """
-    if _ruled.get():
-        return min(possible, key=lambda answer: (*_RULE, answer).index(answer))
-    answers = _current.get()
+    if _is_ruled.get():
+        return min(possible_answers, key=lambda answer: (*_RULE_ORDER, answer).index(answer))
+    answers = _answers.get()
     if answers is None:
         return choose()
     if question not in answers:
-        if _imposed.get():
+        if _is_imposed.get():
             raise UserError(f"resume=true: the run does not record by what kernel it multiplied {question}; {_REMEDY}")
         answers[question] = choose()
-    choice = next((answer for answer in possible if answer == answers[question]), None)
+    choice = next((answer for answer in possible_answers if answer == answers[question]), None)
     if choice is None:
         raise UserError(
             f"resume=true: the run multiplied {question} by the kernel {answers[question]!r}, which this machine does "
-            f"not have (expected one of {list_words(possible)}); {_REMEDY}"
+            f"not have (expected one of {list_words(possible_answers)}); {_REMEDY}"
         )
     return choice
 
@@ -81,5 +81,5 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether this build of PyTorch has layouts for weights of `dtype` on `device` that are fast on the processor."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
-    fast = dtype == torch.float32 or (dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported())
-    return fast and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    is_fast = dtype == torch.float32 or (dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported())
+    return is_fast and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")

@@ -28,23 +28,23 @@ except RuntimeError:  # LLVM does not know this processor
 
 def row_of(builder, array, row):
     """The byte address of a row of a two-dimensional array."""
-    line = cgutils.unpack_tuple(builder, array.strides, 2)[0]
-    return builder.gep(builder.bitcast(array.data, BYTE.as_pointer()), [builder.mul(row, line)])
+    row_stride = cgutils.unpack_tuple(builder, array.strides, 2)[0]
+    return builder.gep(builder.bitcast(array.data, BYTE.as_pointer()), [builder.mul(row, row_stride)])
 
 
-def address_at(builder, start, at, number):
-    """The address of the `at`-th number of an LLVM type, counted from the address `start`."""
-    return builder.gep(builder.bitcast(start, number.as_pointer()), [at])
+def address_at(builder, start, index, number_type):
+    """The address of the `index`-th number of an LLVM type, counted from the address `start`."""
+    return builder.gep(builder.bitcast(start, number_type.as_pointer()), [index])
 
 
 def load_floats(builder, start, at, number_type):
     """`LANES` stored numbers of a numba type from the `at`-th on, as floats; pairs of bfloat16 (uint32) unchanged."""
     if number_type in (types.float32, types.uint32):
-        number, vector = (FLOAT, FLOATS) if number_type == types.float32 else (INT, INTS)
-        return builder.load(builder.bitcast(address_at(builder, start, at, number), vector.as_pointer()), align=4)
+        scalar, vector_type = (FLOAT, FLOATS) if number_type == types.float32 else (INT, INTS)
+        return builder.load(builder.bitcast(address_at(builder, start, at, scalar), vector_type.as_pointer()), align=4)
     bits = number_type.bitwidth
-    vector = ir.VectorType(ir.IntType(bits), LANES)
-    address = builder.bitcast(address_at(builder, start, at, ir.IntType(bits)), vector.as_pointer())
+    vector_type = ir.VectorType(ir.IntType(bits), LANES)
+    address = builder.bitcast(address_at(builder, start, at, ir.IntType(bits)), vector_type.as_pointer())
     codes = builder.load(address, align=bits // 8)
     if number_type == types.int8:
         return builder.sitofp(builder.sext(codes, INTS), FLOATS)
@@ -61,9 +61,9 @@ def split_pairs(builder, pairs):
 
 def splat(builder, number):
     """A number in all lanes."""
-    lanes = ir.VectorType(number.type, LANES)
-    first = builder.insert_element(ir.Constant(lanes, ir.Undefined), number, INT(0))
-    return builder.shuffle_vector(first, first, ir.Constant(INTS, [0] * LANES))
+    vector_type = ir.VectorType(number.type, LANES)
+    first_lane = builder.insert_element(ir.Constant(vector_type, ir.Undefined), number, INT(0))
+    return builder.shuffle_vector(first_lane, first_lane, ir.Constant(INTS, [0] * LANES))
 
 
 def add_product(builder, total, factor, other_factor):
@@ -71,8 +71,8 @@ def add_product(builder, total, factor, other_factor):
     if factor.type == FLOATS:
         return builder.fadd(total, builder.fmul(factor, other_factor, flags=_FUSED_FLAGS), flags=_FUSED_FLAGS)
     function_type = ir.FunctionType(FLOATS, [FLOATS, INTS, INTS])
-    dots = cgutils.get_or_insert_function(builder.module, function_type, "llvm.x86.avx512bf16.dpbf16ps.512")
-    return builder.call(dots, [total, factor, other_factor])
+    dot_function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.x86.avx512bf16.dpbf16ps.512")
+    return builder.call(dot_function, [total, factor, other_factor])
 
 
 def prefetch_line(builder, address):
@@ -86,9 +86,9 @@ def nearest_bfloat16(builder, values):
     """The bits of floats, rounded to bfloat16 in their upper halves; the lower halves are arbitrary."""
     bits = builder.bitcast(values, INTS)
     odd = builder.and_(builder.lshr(bits, splat_int(16)), splat_int(1))
-    up = builder.add(builder.add(bits, splat_int(0x7FFF)), odd)
+    rounded_bits = builder.add(builder.add(bits, splat_int(0x7FFF)), odd)
     is_nan = builder.fcmp_unordered("uno", values, values)
-    return builder.select(is_nan, splat_int(0x7FC00000), up)
+    return builder.select(is_nan, splat_int(0x7FC00000), rounded_bits)
 
 
 def rounded(builder, values, in_bf16):
@@ -97,22 +97,22 @@ def rounded(builder, values, in_bf16):
     return builder.select(in_bf16, builder.bitcast(upper, FLOATS), values)
 
 
-def store_floats(builder, values, start, at, number_type, in_bf16):
-    """Store floats from index `at` on: as bfloat16 (uint16), or as float32, rounded to bfloat16 if `in_bf16`."""
+def store_floats(builder, values, start, index, number_type, in_bf16):
+    """Store floats from index `index` on: as bfloat16 (uint16), or as float32, rounded to bfloat16 if `in_bf16`."""
     if number_type == types.uint16:
         upper = builder.lshr(nearest_bfloat16(builder, values), splat_int(16))
-        halved = builder.trunc(upper, ir.VectorType(ir.IntType(16), LANES))
-        address = address_at(builder, start, at, ir.IntType(16))
-        builder.store(halved, builder.bitcast(address, halved.type.as_pointer()), align=2)
+        bf16_bits = builder.trunc(upper, ir.VectorType(ir.IntType(16), LANES))
+        address = address_at(builder, start, index, ir.IntType(16))
+        builder.store(bf16_bits, builder.bitcast(address, bf16_bits.type.as_pointer()), align=2)
         return
     values = rounded(builder, values, in_bf16)
-    builder.store(values, builder.bitcast(address_at(builder, start, at, FLOAT), FLOATS.as_pointer()), align=4)
+    builder.store(values, builder.bitcast(address_at(builder, start, index, FLOAT), FLOATS.as_pointer()), align=4)
 
 
 def exponential(builder, x):
     """eˣ of floats to two units in the last place: 2ⁿ · e^(x − n·ln 2). 0 below −87."""
-    low = builder.fcmp_ordered("<", x, splat_float(-87.0))
-    x = builder.select(low, splat_float(-87.0), x)
+    is_low = builder.fcmp_ordered("<", x, splat_float(-87.0))
+    x = builder.select(is_low, splat_float(-87.0), x)
     x = builder.select(builder.fcmp_ordered(">", x, splat_float(88.0)), splat_float(88.0), x)
     floor = cgutils.get_or_insert_function(builder.module, ir.FunctionType(FLOATS, [FLOATS]), "llvm.floor.v16f32")
     n = builder.call(floor, [add_product(builder, splat_float(0.5), x, splat_float(1.44269504))])
@@ -122,27 +122,27 @@ def exponential(builder, x):
         p = add_product(builder, splat_float(factor), p, r)
     p = add_product(builder, builder.fadd(r, splat_float(1.0)), builder.fmul(p, r), r)
     power = builder.shl(builder.add(builder.fptosi(n, INTS), splat_int(127)), splat_int(23))
-    return builder.select(low, ZEROS, builder.fmul(p, builder.bitcast(power, FLOATS)))
+    return builder.select(is_low, ZEROS, builder.fmul(p, builder.bitcast(power, FLOATS)))
 
 
-def loop(builder, count, starting, body):
+def loop(builder, count, initial_values, body):
     """Emit a loop: body(index, values) → values for every index < count, at least once; starting: initial values."""
     before, body_block, after = builder.block, builder.append_basic_block("loop"), builder.append_basic_block("after")
     builder.branch(body_block)
     builder.position_at_end(body_block)
     index = builder.phi(LONG)
     index.add_incoming(LONG(0), before)
-    values = [builder.phi(value.type) for value in starting]
-    following = body(index, values)
-    end = builder.block  # the body may add blocks
-    for value, first, later in zip(values, starting, following, strict=True):
-        value.add_incoming(first, before)
-        value.add_incoming(later, end)
+    values = [builder.phi(value.type) for value in initial_values]
+    next_values = body(index, values)
+    end_block = builder.block  # the body may add blocks
+    for value, initial, next_value in zip(values, initial_values, next_values, strict=True):
+        value.add_incoming(initial, before)
+        value.add_incoming(next_value, end_block)
     next_index = builder.add(index, LONG(1))
-    index.add_incoming(next_index, end)
+    index.add_incoming(next_index, end_block)
     builder.cbranch(builder.icmp_signed("<", next_index, count), body_block, after)
     builder.position_at_end(after)
-    return following
+    return next_values
 
 
 def sums_of_lanes(builder, vectors):
@@ -150,24 +150,24 @@ def sums_of_lanes(builder, vectors):
 
     Lanes i and i + 8 are added first, then i and i + 4, and so on. So a sum does not depend on the other vectors.
     """
-    lanes = LANES
-    while lanes > 1:
+    lane_count = LANES
+    while lane_count > 1:
         pairs = zip(vectors[::2], vectors[1::2], strict=True) if len(vectors) > 1 else [(vectors[0], None)]
-        vectors = [_add_halves(builder, first, second, lanes) for first, second in pairs]
-        lanes //= 2
+        vectors = [_add_halves(builder, first, second, lane_count) for first, second in pairs]
+        lane_count //= 2
     return vectors[0]
 
 
-def _add_halves(builder, vector, next_vector, lanes):
-    """The first half of every `lanes` lanes plus the second half, of a vector and an optional second vector."""
+def _add_halves(builder, vector, next_vector, group_lanes):
+    """The first half of every `group_lanes` lanes plus the second half, of a vector and an optional second vector."""
     lane_count = vector.type.count
-    starts = range(0, lane_count if next_vector is None else 2 * lane_count, lanes)
-    parts = []
-    for half_begin in (0, lanes // 2):
-        chosen = [start + half_begin + lane for start in starts for lane in range(lanes // 2)]
-        mask = ir.Constant(ir.VectorType(INT, len(chosen)), chosen)
-        parts.append(builder.shuffle_vector(vector, vector if next_vector is None else next_vector, mask))
-    return builder.fadd(*parts)
+    starts = range(0, lane_count if next_vector is None else 2 * lane_count, group_lanes)
+    halves = []
+    for half_begin in (0, group_lanes // 2):
+        lane_indices = [start + half_begin + lane for start in starts for lane in range(group_lanes // 2)]
+        mask = ir.Constant(ir.VectorType(INT, len(lane_indices)), lane_indices)
+        halves.append(builder.shuffle_vector(vector, vector if next_vector is None else next_vector, mask))
+    return builder.fadd(*halves)
 
 
 def splat_float(number):
@@ -206,8 +206,8 @@ def weights_in(weights):
 
 @overload(weights_in)
 def _weights_of(weights):
-    count = {types.uint32: 2, types.uint64: 4, types.int64: 0}.get(weights.dtype, 1)
-    return lambda weights: count
+    pack_size = {types.uint32: 2, types.uint64: 4, types.int64: 0}.get(weights.dtype, 1)
+    return lambda weights: pack_size
 
 
 class Tile(NamedTuple):
@@ -237,34 +237,34 @@ class Outputs(NamedTuple):
         structures = arrays_of(context, builder, (*array_types[0].types[2:], array_types[1]), arrays)
         return cls(*structures, number_type=array_types[1].dtype, in_bf16=in_bf16)
 
-    def scaled(self, builder, column):
+    def biases_and_scales(self, builder, column):
         """(biases, scales) of the panel that begins at output `column`."""
         return tuple(load_floats(builder, array.data, column, types.float32) for array in (self.biases, self.scales))
 
-    def put(self, builder, total, scaled, row, column):
+    def put(self, builder, total, bias_scale, row, column):
         """Scale a vector of sums, add biases, and store it in a row of the outputs."""
-        value = add_product(builder, scaled[0], total, scaled[1])
+        value = add_product(builder, bias_scale[0], total, bias_scale[1])
         store_floats(builder, value, row_of(builder, self.out, row), column, self.number_type, self.in_bf16)
 
 
-def distances_ahead(builder, panel_size, panels, turn, turns):
-    """For each of `panels` panels of `panel_size`: how far ahead this turn prefetches, 0 if another turn does it.
+def distances_ahead(builder, panel_size, panel_count, turn, turns):
+    """For each of `panel_count` panels of `panel_size`: how far ahead this turn prefetches, 0 if another turn does it.
 
     So the next panels are fetched while these are used, and each turn fetches a share of them.
     """
-    turn_of = [builder.sdiv(builder.mul(turns, LONG(panel)), LONG(panels)) for panel in range(panels)]
-    in_turn = [builder.icmp_signed("==", number, turn) for number in turn_of]
-    return [builder.select(fetches, builder.mul(panel_size, LONG(panels)), LONG(0)) for fetches in in_turn]
+    panel_turns = [builder.sdiv(builder.mul(turns, LONG(panel)), LONG(panel_count)) for panel in range(panel_count)]
+    fetch_flags = [builder.icmp_signed("==", number, turn) for number in panel_turns]
+    return [builder.select(fetches, builder.mul(panel_size, LONG(panel_count)), LONG(0)) for fetches in fetch_flags]
 
 
-def switch_between(builder, cases, number, add):
-    """Emit a switch that runs add(case) for the one of `cases` that equals `number`."""
+def switch_between(builder, cases, case_value, emit_case):
+    """Emit a switch that runs add(case) for the one of `cases` that equals `case_value`."""
     end_block = builder.append_basic_block("after")
-    choice = builder.switch(number, end_block)
+    switch = builder.switch(case_value, end_block)
     for case in cases:
         block = builder.append_basic_block("case")
-        choice.add_case(LONG(case), block)
+        switch.add_case(LONG(case), block)
         builder.position_at_end(block)
-        add(case)
+        emit_case(case)
         builder.branch(end_block)
     builder.position_at_end(end_block)

@@ -21,7 +21,7 @@ from outrider.inference.engines.graphs.fixed_shapes import GraphPool
 
 WIDTHS = (1, 4, 16, 64)  # rows of measured passes
 KEYS = 128  # cache positions of measured passes: this many, 4 times as many, …, up to the longest text
-TRIALS = 20  # replays that choose between kernels
+REPLAYS = 20  # replays that choose between kernels
 SPLIT = "split"  # a third kernel, if Triton is available: the keys of a head are split among a GPU's SMs
 
 
@@ -59,15 +59,15 @@ def use_kernel_on(layers: RunnableLayers, name: str) -> AbstractContextManager[N
     return use_kernel(kernels.attend)
 
 
-def kernel_for(choices: Iterable[KernelChoice], layers: RunnableLayers, width: int, key_count: int) -> str:
+def kernel_for(choices: Iterable[KernelChoice], layers: RunnableLayers, row_count: int, key_count: int) -> str:
     """The choice measured at the nearest width and length, by ratio; the first of `KERNELS` for unmeasured attention.
 
     Only attention of a target's layers is measured, not that of an EAGLE-3 head's own layers.
     """
     shape = None if layers.layered is None else attention_shape(layers.layered)
-    measured = [c for c in choices if (c.heads, c.key_heads, c.head_dim) == shape]
-    distances = [abs(log2(choice.width / width)) + abs(log2(choice.keys / key_count)) for choice in measured]
-    return measured[distances.index(min(distances))].kernel if measured else KERNELS[0]
+    matching = [c for c in choices if (c.heads, c.key_heads, c.head_dim) == shape]
+    distances = [abs(log2(choice.width / row_count)) + abs(log2(choice.keys / key_count)) for choice in matching]
+    return matching[distances.index(min(distances))].kernel if matching else KERNELS[0]
 
 
 def attention_shape(stack: LayerStack) -> tuple[int, int, int]:
@@ -78,54 +78,54 @@ def attention_shape(stack: LayerStack) -> tuple[int, int, int]:
 
 
 @torch.inference_mode()
-def measure_kernels(stacks: Sequence[LayerStack], positions: int) -> tuple[KernelChoice, ...]:
-    """The fastest kernels for texts of up to `positions` tokens, for every attention shape among `stacks`.
+def measure_kernels(stacks: Sequence[LayerStack], max_positions: int) -> tuple[KernelChoice, ...]:
+    """The fastest kernels for texts of up to `max_positions` tokens, for every attention shape among `stacks`.
 
     Temporarily allocates one cache.
     """
-    graphs = GraphPool()
-    by_shape: dict[tuple[int, int, int], list[KernelChoice]] = {}
+    graph_pool = GraphPool()
+    choices_by_shape: dict[tuple[int, int, int], list[KernelChoice]] = {}
     for stack in stacks:
-        if attention_shape(stack) not in by_shape:
-            by_shape[attention_shape(stack)] = _measure_stack(stack, positions, graphs)
-    return tuple(choice for choices in by_shape.values() for choice in choices)
+        if attention_shape(stack) not in choices_by_shape:
+            choices_by_shape[attention_shape(stack)] = _measure_stack(stack, max_positions, graph_pool)
+    return tuple(choice for choices in choices_by_shape.values() for choice in choices)
 
 
-def _measure_stack(stack: LayerStack, positions: int, graphs: GraphPool) -> list[KernelChoice]:
+def _measure_stack(stack: LayerStack, max_positions: int, graph_pool: GraphPool) -> list[KernelChoice]:
     """The fastest kernels for one stack. A timed pass reads the KV caches of all layers, so that none is in L2."""
-    heads, key_heads, head_dim = shape = attention_shape(stack)
+    query_heads, key_heads, head_dim = shape = attention_shape(stack)
     zeros = partial(torch.zeros, dtype=stack.dtype, device=stack.device)
-    cache = zeros(len(stack.layers), 2, 1, key_heads, positions, head_dim)
+    cache = zeros(len(stack.layers), 2, 1, key_heads, max_positions, head_dim)
     choices = []
-    for key_count in _lengths(positions):
-        for width in WIDTHS:
-            query, mask = zeros(1, heads, width, head_dim), zeros(1, 1, width, key_count)
+    for key_count in _lengths(max_positions):
+        for row_count in WIDTHS:
+            query, mask = zeros(1, query_heads, row_count, head_dim), zeros(1, 1, row_count, key_count)
 
             def attend(query: torch.Tensor = query, mask: torch.Tensor = mask, key_count: int = key_count) -> None:
                 for key, value in cache:
                     grouped_attention(stack, query, key[:, :, :key_count], value[:, :, :key_count], mask)
 
-            seconds = {}
-            for kernel in kernels_on(stack):
-                with use_kernel_on(stack, kernel):
-                    seconds[kernel] = _time_replays(graphs.capture(attend))
-            choices.append(KernelChoice(*shape, width, key_count, min(seconds, key=seconds.__getitem__)))
+            kernel_times = {}
+            for kernel_name in kernels_on(stack):
+                with use_kernel_on(stack, kernel_name):
+                    kernel_times[kernel_name] = _time_replays(graph_pool.capture(attend))
+            choices.append(KernelChoice(*shape, row_count, key_count, min(kernel_times, key=kernel_times.__getitem__)))
     return choices
 
 
-def _lengths(positions: int) -> list[int]:
-    """The cache lengths to measure for texts of up to `positions` tokens: of 1,000 they are 128, 512 and 1,000."""
+def _lengths(max_positions: int) -> list[int]:
+    """The cache lengths to measure for texts of up to `max_positions` tokens: of 1,000 they are 128, 512 and 1,000."""
     key_counts: list[int] = []
-    while (key_count := KEYS * 4 ** len(key_counts)) < positions:
+    while (key_count := KEYS * 4 ** len(key_counts)) < max_positions:
         key_counts.append(key_count)
-    return [*key_counts, positions]
+    return [*key_counts, max_positions]
 
 
 def _time_replays(graph: torch.cuda.CUDAGraph) -> float:
     graph.replay()
     torch.cuda.synchronize()
     started = time.perf_counter()
-    for _ in range(TRIALS):
+    for _ in range(REPLAYS):
         graph.replay()
     torch.cuda.synchronize()
     return time.perf_counter() - started

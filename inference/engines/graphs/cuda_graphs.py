@@ -47,8 +47,8 @@ class Graphed(Runtime):
         self.kernels: tuple[KernelChoice, ...] = ()
 
     def choose_kernels(self, targets: Sequence[Target], positions: int) -> tuple[KernelChoice, ...]:
-        layered = [target.layered for target in targets if can_capture(target.device)]
-        return measure_kernels([stack for stack in layered if stack is not None], positions)
+        layer_stacks = [target.layered for target in targets if can_capture(target.device)]
+        return measure_kernels([stack for stack in layer_stacks if stack is not None], positions)
 
     def prepare(self, positions: int, kernels: Sequence[KernelChoice]) -> None:
         """See `Runtime.prepare`. Longer texts get their own buffers and graphs."""
@@ -69,12 +69,12 @@ class Graphed(Runtime):
     ) -> "GraphedSession":
         """As `TargetSession(layers, split, capacity, context)`."""
         split = len(layers.layers) if split is None else split
-        rows = capacity - (capacity if context is None else context)
+        round_rows = capacity - (capacity if context is None else context)
         arena = self._arenas.get((id(layers), split))
-        if arena is None or not arena.serves(layers, capacity, rows):
-            busy = arena is not None and arena.busy
-            arena = Arena(self, layers, split, capacity, rows)
-            if not busy:
+        if arena is None or not arena.serves(layers, capacity, round_rows):
+            is_busy = arena is not None and arena.busy
+            arena = Arena(self, layers, split, capacity, round_rows)
+            if not is_busy:
                 self._arenas[id(layers), split] = arena
         return GraphedSession(arena, capacity, context)
 
@@ -90,9 +90,9 @@ class Arena:
         self.layers = layers
         self.split = split
         self.rows = bucket(max(rows, WIDTHS[-1]), WIDTHS[-1])  # the most rows of a round
-        longest = runtime.positions
-        if longest is not None and capacity - rows <= longest:
-            self.limit = -(-(longest + self.rows) // WIDTHS[-1]) * WIDTHS[-1]  # rounded up
+        max_text_length = runtime.positions
+        if max_text_length is not None and capacity - rows <= max_text_length:
+            self.limit = -(-(max_text_length + self.rows) // WIDTHS[-1]) * WIDTHS[-1]  # rounded up
         else:
             self.limit = bucket(capacity, runtime.smallest)
         self.capacity = self.limit + WIDTHS[-1]
@@ -113,18 +113,18 @@ class Arena:
         """Whether a live session that is not closed uses this arena."""
         return self._user is not None and self._user() is not None
 
-    def serves(self, layers: RunnableLayers, capacity: int, rows: int) -> bool:
+    def serves(self, layers: RunnableLayers, capacity: int, round_rows: int) -> bool:
         """Whether a session of this size can use this arena now."""
-        return layers is self.layers and capacity <= self.limit and rows <= self.rows and not self.busy
+        return layers is self.layers and capacity <= self.limit and round_rows <= self.rows and not self.busy
 
-    def enter(self, user: Session) -> None:
-        """Lend the arena to the session `user`, with empty caches."""
-        self._user = weakref.ref(user)
+    def enter(self, session: Session) -> None:
+        """Lend the arena to the session `session`, with empty caches."""
+        self._user = weakref.ref(session)
         for cache in (self.first_cache, self.second_cache, *(cache for _, cache in self.draft_caches.values())):
             cache.clear()
 
-    def leave(self, user: Session) -> None:
-        if self._user is not None and self._user() is user:
+    def leave(self, session: Session) -> None:
+        if self._user is not None and self._user() is session:
             self._user = None
 
     def draft_cache(self, owner: object, layers: range) -> KVCache:
@@ -132,17 +132,17 @@ class Arena:
             self.draft_caches[id(owner)] = (owner, KVCache(layers, self.capacity, clean=True))
         return self.draft_caches[id(owner)][1]
 
-    def buffer(self, name: str, index: int, like: Tensor, rows: int) -> Tensor:
-        """The input (index −1) or output of a pass: like `like` [1, n, …] or [n], but with `rows` rows."""
-        if (name, index) not in self.buffers:
-            shape = (rows,) if like.dim() == 1 else (1, rows, *like.shape[2:])
-            self.buffers[name, index] = like.new_zeros(shape)
-        return self.buffers[name, index]
+    def buffer(self, name: str, output_index: int, like: Tensor, row_count: int) -> Tensor:
+        """The input (index −1) or output of a pass: like `like` [1, n, …] or [n], but with `row_count` rows."""
+        if (name, output_index) not in self.buffers:
+            shape = (row_count,) if like.dim() == 1 else (1, row_count, *like.shape[2:])
+            self.buffers[name, output_index] = like.new_zeros(shape)
+        return self.buffers[name, output_index]
 
-    def view(self, width: int, positions: int, cache: KVCache) -> FixedView:
-        """The view of `width` rows for texts of up to `positions` positions, including these rows."""
-        key_count = min(bucket(positions, self.runtime.smallest), self.limit)
-        return FixedView(self.upload, width, key_count, self.limit, self.layers, cache)
+    def view(self, row_count: int, text_length: int, cache: KVCache) -> FixedView:
+        """The view of `row_count` rows for texts of up to `text_length` positions, including these rows."""
+        key_count = min(bucket(text_length, self.runtime.smallest), self.limit)
+        return FixedView(self.upload, row_count, key_count, self.limit, self.layers, cache)
 
     def run_pass(self, name: str, pass_: Pass, x: Tensor, view: FixedView, by_row: bool) -> list[Tensor]:
         """Run `pass_`, which its name must identify uniquely; returns its output buffers.
@@ -217,26 +217,26 @@ class GraphedSession(TargetSession):
     def _step(self, token: Tensor) -> Tensor:
         """One token of plain decoding: the host only launches a graph and reads the result."""
         arena, stack = self._arena, self.stack
-        upload, buffer = arena.upload, arena.buffer("step", -1, token, 1)
-        if token.data_ptr() != buffer.data_ptr():
-            buffer.copy_(token)
+        upload, token_buffer = arena.upload, arena.buffer("step", -1, token, 1)
+        if token.data_ptr() != token_buffer.data_ptr():
+            token_buffer.copy_(token)
         if upload.alone_at != self.base:
             upload.send(RoundRows((-1,)).layout(self.base, 0, 1), 1)
         view = arena.view(1, self.base + 1, self.second_cache)
 
         def run() -> None:
-            hidden = stack.embed(buffer[None], view.positions)
+            hidden = stack.embed(token_buffer[None], view.positions)
             with view.cache.at(view.slots, view.key_count):
                 hidden = stack.run(hidden, 0, len(stack.layers), view.rotary, view.masks(), view.cache)
-            buffer.copy_(likeliest(stack.logits(hidden)[0]))
+            token_buffer.copy_(likeliest(stack.logits(hidden)[0]))
             upload.base.add_(1)
 
-        arena.run(("step", 1, view.key_count), run, changed=(buffer, upload.base))
+        arena.run(("step", 1, view.key_count), run, changed=(token_buffer, upload.base))
         for cache in (self.first_cache, self.second_cache):
             cache.length += 1
         self.base += 1
         upload.alone_at = self.base
-        return buffer
+        return token_buffer
 
     @property
     def hidden(self) -> Tensor:
@@ -248,25 +248,25 @@ class GraphedSession(TargetSession):
         if not self.base:
             super()._remember(hidden, start)
         else:
-            buffer = self._arena.buffer("first", 0, hidden, self._arena.rows + WIDTHS[-1])
-            buffer = buffer[:, start : start + hidden.shape[1]]
-            if buffer.data_ptr() != hidden.data_ptr():  # of a pass without a graph
-                buffer.copy_(hidden)
+            hidden_buffer = self._arena.buffer("first", 0, hidden, self._arena.rows + WIDTHS[-1])
+            hidden_buffer = hidden_buffer[:, start : start + hidden.shape[1]]
+            if hidden_buffer.data_ptr() != hidden.data_ptr():  # of a pass without a graph
+                hidden_buffer.copy_(hidden)
 
     def _run(
         self, name: str, pass_: Pass, x: Tensor, layout: RowLayout, cache: KVCache, logit_count: int | None = None
     ) -> tuple[Tensor, ...]:
-        rows = layout.stop - layout.start
+        row_count = layout.stop - layout.start
         # Graphs do not help prompts, passes wider than any bucket, and passes of an embedding alone.
-        if not self.base or rows > WIDTHS[-1] or layout.stop > self._arena.rows or not cache.layers:
+        if not self.base or row_count > WIDTHS[-1] or layout.stop > self._arena.rows or not cache.layers:
             return super()._run(name, pass_, x, layout, cache, logit_count)
         arena, by_row = self._arena, name == "first"
-        view = arena.view(next(width for width in WIDTHS if width >= rows), layout.base + layout.stop, cache)
+        view = arena.view(next(width for width in WIDTHS if width >= row_count), layout.base + layout.stop, cache)
         arena.upload.send(layout, view.width)
-        buffer = arena.buffer(name, -1, x, WIDTHS[-1])
+        input_buffer = arena.buffer(name, -1, x, WIDTHS[-1])
         axis = min(x.dim() - 1, 1)  # of the rows: tokens [n], hidden states [1, n, d]
-        buffer.narrow(axis, 0, rows).copy_(x)
-        outputs = arena.run_pass(name, pass_, buffer.narrow(axis, 0, view.width), view, by_row)
-        cache.length += rows
-        start = layout.start if by_row else 0
-        return tuple(output[:, start : start + rows] for output in outputs)
+        input_buffer.narrow(axis, 0, row_count).copy_(x)
+        outputs = arena.run_pass(name, pass_, input_buffer.narrow(axis, 0, view.width), view, by_row)
+        cache.length += row_count
+        first_row = layout.start if by_row else 0
+        return tuple(output[:, first_row : first_row + row_count] for output in outputs)

@@ -17,7 +17,6 @@ ancestors for each row of the pass:
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,14 +57,14 @@ class Upload:
     def send(self, layout: RowLayout, width: int) -> None:
         """Upload `layout`, padded to `width` rows; padding rows see no row of this round."""
         self.alone_at = layout.base if (layout.start, layout.stop, width) == (0, 1, 1) else None
-        host = self._hosts[self._turn]
+        host_buffer = self._hosts[self._turn]
         copy_event = self._copy_events[self._turn] if self._copy_events else None
         self._turn = (self._turn + 1) % len(self._hosts)
         if copy_event is not None:
             copy_event.synchronize()
         nbytes = self._number_bytes + width * self.rows
-        self._write(host[:nbytes], layout, width)
-        self._device[:nbytes].copy_(host[:nbytes], non_blocking=True)
+        self._write(host_buffer[:nbytes], layout, width)
+        self._device[:nbytes].copy_(host_buffer[:nbytes], non_blocking=True)
         if copy_event is not None:
             copy_event.record()
 
@@ -78,8 +77,8 @@ class Upload:
         numbers[_HEAD : _HEAD + layout.stop] = layout.depths
         begin = max(layout.start, 0)  # rows before it are committed: they see no row of this round
         if layout.stop > begin:
-            bits = content[self._number_bytes :].reshape(width, self.rows)
-            bits[begin - layout.start : layout.stop - layout.start] = unpack(layout.ancestors[begin:], self.rows)
+            ancestors = content[self._number_bytes :].reshape(width, self.rows)
+            ancestors[begin - layout.start : layout.stop - layout.start] = unpack(layout.ancestors[begin:], self.rows)
 
 
 @dataclass(frozen=True)
@@ -166,7 +165,7 @@ class GraphPool:
 
     def __init__(self) -> None:
         self._graphs: list[torch.cuda.CUDAGraph] = []
-        self._pool_and_stream: tuple[Any, Any] | None = None  # handle of the memory pool, stream
+        self._pool_and_stream: tuple[torch.cuda._POOL_HANDLE, torch.cuda.Stream] | None = None
 
     def capture(self, run: Callable[[], None], changed: Sequence[Tensor] = ()) -> torch.cuda.CUDAGraph:
         """`run` captured as a graph. changed: tensors that `run` updates; they are restored before this returns."""

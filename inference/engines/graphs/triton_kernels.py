@@ -74,9 +74,9 @@ def _place_kernel(
     inside = columns < half
     all_heads: tl.constexpr = query_heads + 2 * key_heads
     dtype = heads.dtype.element_ty
-    start = heads + (row * all_heads + head) * width
-    low = tl.load(start + columns, mask=inside, other=0.0)
-    high = tl.load(start + half + columns, mask=inside, other=0.0)
+    head_start = heads + (row * all_heads + head) * width
+    low = tl.load(head_start + columns, mask=inside, other=0.0)
+    high = tl.load(head_start + half + columns, mask=inside, other=0.0)
     if head < query_heads + key_heads:
         if norms:
             wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
@@ -87,11 +87,11 @@ def _place_kernel(
             low = ((wide_low * scale).to(dtype).to(tl.float32) * scale_low).to(dtype)
             high = ((wide_high * scale).to(dtype).to(tl.float32) * scale_high).to(dtype)
         if rotates:
-            angle = row * width + columns
-            cos_low = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
-            cos_high = tl.load(cos + angle + half, mask=inside, other=0.0).to(tl.float32)
-            sin_low = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
-            sin_high = tl.load(sin + angle + half, mask=inside, other=0.0).to(tl.float32)
+            rotary_index = row * width + columns
+            cos_low = tl.load(cos + rotary_index, mask=inside, other=0.0).to(tl.float32)
+            cos_high = tl.load(cos + rotary_index + half, mask=inside, other=0.0).to(tl.float32)
+            sin_low = tl.load(sin + rotary_index, mask=inside, other=0.0).to(tl.float32)
+            sin_high = tl.load(sin + rotary_index + half, mask=inside, other=0.0).to(tl.float32)
             wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
             turned_low, turned_high = (wide_high * sin_low).to(dtype), (wide_low * sin_high).to(dtype)
             low = ((wide_low * cos_low).to(dtype).to(tl.float32) - turned_low.to(tl.float32)).to(dtype)
@@ -123,16 +123,16 @@ def rotate_and_store(
     scales [H + G, D]: weights of the norms of each head; None without norms. slots [Q]; keys, values
     [1, G, capacity, D], contiguous in the last axis.
     """
-    _, queries, all_heads, width = heads.shape
+    _, n_queries, all_heads, width = heads.shape
     key_heads = keys.shape[1]
     query_heads = all_heads - 2 * key_heads
-    query = heads.new_empty(1, query_heads, queries, width)
+    query = heads.new_empty(1, query_heads, n_queries, width)
     cos, sin = rotary if rotary is not None else (heads, heads)
     assert all(tensor.is_contiguous() for tensor in (heads, cos, sin))
-    _place_kernel[(queries, all_heads)](
+    _place_kernel[(n_queries, all_heads)](
         heads, cos, sin, heads if scales is None else scales, slots, query, keys, values, eps,
         keys.stride(1), keys.stride(2), values.stride(1), values.stride(2),
-        queries, query_heads=query_heads, key_heads=key_heads, width=width, block=triton.next_power_of_2(width // 2),
+        n_queries, query_heads=query_heads, key_heads=key_heads, width=width, block=triton.next_power_of_2(width // 2),
         rotates=rotary is not None, norms=scales is not None, num_warps=1,
     )  # fmt: skip
     return query
@@ -170,18 +170,18 @@ def _attend_kernel(
     queries, key_count, rows, turns: tl.constexpr,
     group: tl.constexpr, width: tl.constexpr, depth: tl.constexpr, block: tl.constexpr, step: tl.constexpr,
 ):  # fmt: skip
-    key_head, split, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    key_head, split, row_block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits = tl.num_programs(1)
-    row = part * block + tl.arange(0, block)
+    row = row_block * block + tl.arange(0, block)
     valid = row < rows
-    member, token = row // queries, row % queries
+    group_head, token = row // queries, row % queries
     dimension = tl.arange(0, depth)
     in_head = dimension < width
-    start = ((key_head * group + member) * queries + token) * width
+    start = ((key_head * group + group_head) * queries + token) * width
     q = tl.load(query + start[:, None] + dimension[None, :], mask=valid[:, None] & in_head[None, :], other=0.0)
     peak = tl.full([block], float("-inf"), tl.float32)
-    total = tl.zeros([block], tl.float32)
-    mixed = tl.zeros([block, depth], tl.float32)
+    weight_sum = tl.zeros([block], tl.float32)
+    value_sum = tl.zeros([block, depth], tl.float32)
     for turn in range(turns):
         position = (split * turns + turn) * step + tl.arange(0, step)
         seen = position < key_count
@@ -190,24 +190,24 @@ def _attend_kernel(
             mask=seen[None, :] & in_head[:, None], other=0.0,
         )  # fmt: skip
         scores = tl.dot(q, k, input_precision="ieee") * scale
-        hidden = tl.load(
+        mask_values = tl.load(
             mask + token[:, None] * mask_stride + position[None, :], mask=valid[:, None] & seen[None, :], other=0.0
         )
-        scores = tl.where(seen[None, :], scores + hidden.to(tl.float32), float("-inf"))
-        higher = tl.maximum(peak, tl.max(scores, 1))
-        shrink = tl.exp(peak - higher)
-        weights = tl.exp(scores - higher[:, None])
-        total = total * shrink + tl.sum(weights, 1)
+        scores = tl.where(seen[None, :], scores + mask_values.to(tl.float32), float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        rescale = tl.exp(peak - new_peak)
+        weights = tl.exp(scores - new_peak[:, None])
+        weight_sum = weight_sum * rescale + tl.sum(weights, 1)
         v = tl.load(
             values + key_head * value_head_stride + position[:, None] * value_stride + dimension[None, :],
             mask=seen[:, None] & in_head[None, :], other=0.0,
         )  # fmt: skip
-        mixed = mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        peak = higher
-    at = (key_head * splits + split) * rows + row
-    tl.store(partial + at[:, None] * width + dimension[None, :], mixed, mask=valid[:, None] & in_head[None, :])
-    tl.store(peaks + at, peak, mask=valid)
-    tl.store(sums + at, total, mask=valid)
+        value_sum = value_sum * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        peak = new_peak
+    out_row = (key_head * splits + split) * rows + row
+    tl.store(partial + out_row[:, None] * width + dimension[None, :], value_sum, mask=valid[:, None] & in_head[None, :])
+    tl.store(peaks + out_row, peak, mask=valid)
+    tl.store(sums + out_row, weight_sum, mask=valid)
 
 
 @triton.jit
@@ -218,16 +218,16 @@ def _join_kernel(
     key_head, row = tl.program_id(0), tl.program_id(1)
     split = tl.arange(0, padded_splits)
     is_split = split < splits
-    at = (key_head * splits + split) * rows + row
-    peak = tl.load(peaks + at, mask=is_split, other=float("-inf"))
-    weight = tl.exp(peak - tl.max(peak, 0))
-    total = tl.sum(tl.load(sums + at, mask=is_split, other=0.0) * weight, 0)
+    split_rows = (key_head * splits + split) * rows + row
+    peak = tl.load(peaks + split_rows, mask=is_split, other=float("-inf"))
+    split_weight = tl.exp(peak - tl.max(peak, 0))
+    total = tl.sum(tl.load(sums + split_rows, mask=is_split, other=0.0) * split_weight, 0)
     dimension = tl.arange(0, depth)
     in_head = dimension < width
-    parts = tl.load(
-        partial + at[:, None] * width + dimension[None, :], mask=is_split[:, None] & in_head[None, :], other=0.0
+    split_outputs = tl.load(
+        partial + split_rows[:, None] * width + dimension[None, :], mask=is_split[:, None] & in_head[None, :], other=0.0
     )
-    mixed = tl.sum(parts * weight[:, None], 0) / total
+    mixed = tl.sum(split_outputs * split_weight[:, None], 0) / total
     head, token = key_head * group + row // queries, row % queries
     tl.store(out + (token * heads + head) * width + dimension, mixed.to(out.dtype.element_ty), mask=in_head)
 
@@ -238,28 +238,28 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: flo
     query [1, H, Q, D] contiguous; keys, values [1, G, K, D], contiguous in the last axis; mask [1, 1, Q, K], additive.
     Scores and sums are in float32; the attention weights have the dtype of the values.
     """
-    _, heads, queries, width = query.shape
+    _, query_heads, n_queries, width = query.shape
     key_heads, key_count = keys.shape[1], keys.shape[2]
-    group, depth = heads // key_heads, max(_SMALLEST, triton.next_power_of_2(width))
-    rows, itemsize = group * queries, query.element_size()
+    heads_per_key, depth = query_heads // key_heads, max(_SMALLEST, triton.next_power_of_2(width))
+    rows, itemsize = heads_per_key * n_queries, query.element_size()
     block = min(64 // itemsize, max(_SMALLEST, triton.next_power_of_2(rows)))
-    step = max(_SMALLEST, min(KEYS, BYTES // (depth * itemsize)))
-    parts, steps = triton.cdiv(rows, block), triton.cdiv(key_count, step)
-    turns = triton.cdiv(steps, max(1, min(steps, PROGRAMS // (key_heads * parts), JOINED // depth)))
+    key_step = max(_SMALLEST, min(KEYS, BYTES // (depth * itemsize)))
+    row_blocks, steps = triton.cdiv(rows, block), triton.cdiv(key_count, key_step)
+    turns = triton.cdiv(steps, max(1, min(steps, PROGRAMS // (key_heads * row_blocks), JOINED // depth)))
     splits = triton.cdiv(steps, turns)
-    partial = query.new_empty(key_heads, splits, rows, width, dtype=torch.float32)
+    partial_outputs = query.new_empty(key_heads, splits, rows, width, dtype=torch.float32)
     peaks = query.new_empty(key_heads, splits, rows, dtype=torch.float32)
-    sums, out = torch.empty_like(peaks), query.new_empty(1, queries, heads, width)
+    sums, out = torch.empty_like(peaks), query.new_empty(1, n_queries, query_heads, width)
     assert query.is_contiguous()
     assert all(tensor.stride(3) == 1 for tensor in (keys, values, mask))
-    _attend_kernel[(key_heads, splits, parts)](
-        query, keys, values, mask, partial, peaks, sums, scale,
-        keys.stride(1), keys.stride(2), values.stride(1), values.stride(2), mask.stride(2), queries, key_count, rows,
-        turns=turns, group=group, width=width, depth=depth, block=block, step=step, num_warps=2 * itemsize,
+    _attend_kernel[(key_heads, splits, row_blocks)](
+        query, keys, values, mask, partial_outputs, peaks, sums, scale,
+        keys.stride(1), keys.stride(2), values.stride(1), values.stride(2), mask.stride(2), n_queries, key_count, rows,
+        turns=turns, group=heads_per_key, width=width, depth=depth, block=block, step=key_step, num_warps=2 * itemsize,
     )  # fmt: skip
     padded_splits = triton.next_power_of_2(splits)
     _join_kernel[(key_heads, rows)](
-        partial, peaks, sums, out, splits, rows, queries, heads, group=group,
+        partial_outputs, peaks, sums, out, splits, rows, n_queries, query_heads, group=heads_per_key,
         width=width, depth=depth, padded_splits=padded_splits, num_warps=max(1, padded_splits * depth // 4096),
     )  # fmt: skip
     return out

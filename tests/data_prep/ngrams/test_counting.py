@@ -171,7 +171,7 @@ def test_answers_in_tokens_are_kept_as_they_are(tmp_path: Path) -> None:
 def test_ids_that_the_model_has_no_row_for_part_a_document(tmp_path: Path) -> None:
     """They are not counted, and no n-gram reaches over one, also where a document goes on."""
     encoder = Encoder(lambda batch: [[int(sign) for sign in text] for text in batch], {"last": 9}, None, "", rows=8)
-    texts = [Passage("12983", False), Passage("94", False, continues=True), Passage("5", False, continues=True)]
+    texts = [Passage("12983", False), Passage("94", False, True), Passage("5", False, True)]
     shards = tokenise(texts, "", None, encoder, tmp_path, 1)
     assert [document.tolist() for document in whole_documents(shards)] == [[1, 2], [], [3], [4, 5]]
     assert shards.digest != tokenise(texts, "", None, encoder._replace(rows=None), tmp_path, 1).digest

@@ -14,8 +14,8 @@ from outrider.data_prep.text.chat import (
     VICUNA_SYSTEM,
     StreamedText,
     adds_bos,
-    ids_within,
     render_prompt,
+    token_ids_up_to,
 )
 from outrider.data_prep.text.documents import encode, origin_digests
 from outrider.data_prep.text.records import Counts, FileLayout, TokenisedText, Written, find_layout, to_record
@@ -263,10 +263,10 @@ def test_a_text_is_tokenised_as_far_as_shows_that_it_does_not_fit(name: str, mos
     for _ in range(25):
         text = "".join(chances.choices(parts, k=chances.choice((1, 3, 20, 60))))
         whole = tokenizer(text, add_special_tokens=False)["input_ids"]
-        found = ids_within(text, tokenizer, most)
+        found = token_ids_up_to(text, tokenizer, most)
         assert found == whole if len(whole) <= most else len(found) > most
         fitting += len(whole) <= most
-        assert ids_within(text, tokenizer, None) == whole
+        assert token_ids_up_to(text, tokenizer, None) == whole
     assert fitting or most == 1
 
 

@@ -134,7 +134,7 @@ def test_no_more_of_a_record_is_unpacked_than_one_may_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, suffix: str
 ) -> None:
     monkeypatch.setattr(data_files, "MOST_BYTES", 2**14)
-    monkeypatch.setattr(data_files, "_LONGEST", 2**14)
+    monkeypatch.setattr(data_files, "_MAX_BYTES", 2**14)
     file = tmp_path / (name + suffix)
     line = "" if name.endswith(".txt") else ":[0-9]+"
     file.write_bytes(PACKED[suffix](LONG[name]("a" * 2**22)))
@@ -152,7 +152,7 @@ def test_no_more_of_a_record_is_unpacked_than_one_may_have(
 
 
 def test_only_a_json_file_of_one_value_is_read_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_files, "_LONGEST", len(TWO) - 1)  # one of lines may be longer
+    monkeypatch.setattr(data_files, "_MAX_BYTES", len(TWO) - 1)  # one of lines may be longer
     contents = (TWO, '[{"text": "a"}]', '[\n {\n  "text": "a"\n }\n]')
     for suffix, content in [(".gz", TWO), *(("", content) for content in contents)]:
         (file := tmp_path / f"a.json{suffix}").write_bytes(PACKED[suffix](content.encode()))

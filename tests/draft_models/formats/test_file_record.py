@@ -60,7 +60,7 @@ def test_a_record_is_of_files_code_and_conditions(model: Path, monkeypatch: pyte
     (record,) = [file for file in (cache_folder() / "records").iterdir() if json.loads(file.read_text()) == {"a": 2}]
     record.write_text("{")  # a full disk
     assert FileRecord(files, "proof", 1).read() is None
-    for name, value in (("_SOURCES", 1), ("package_version", lambda: "other"), ("SMALLEST", 2**40)):
+    for name, value in (("_CODE_CRC", 1), ("package_version", lambda: "other"), ("SMALLEST", 2**40)):
         FileRecord(files, "proof", 1).write(True)
         with monkeypatch.context() as patched:
             patched.setattr(file_record, name, value)

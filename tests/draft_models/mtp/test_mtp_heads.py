@@ -189,7 +189,7 @@ def test_a_head_is_written_as_it_was_read(tmp_path: Path, spelling: str, dtype: 
 
 
 WRITTEN_FAULTS = {
-    "queries before gates": ("stack(pair, 1)", "stack(pair)", "qwen"),
+    "queries before gates": ("stack(query_gate, 1)", "stack(query_gate)", "qwen"),
     "columns as they are": ("if reading.hidden_first", "if False", "mimo"),
     "norms as they are": ("tensor - 1", "tensor", "qwen"),
     "norms that are rounded first": ("tensor - 1", "tensor.to(dtype) - 1", "qwen"),

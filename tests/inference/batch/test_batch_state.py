@@ -52,7 +52,7 @@ def fixed(monkeypatch, **names):
 @pytest.mark.parametrize("room", [3, 128])
 def test_answers_are_those_of_a_growing_cache(model, monkeypatch, room):
     expected = answers_of(model)
-    fixed(monkeypatch, _SPARE_SLOTS=room, _FEW=1)
+    fixed(monkeypatch, _SPARE_SLOTS=room, _FEW_ROWS=1)
     assert answers_of(model) == expected
 
 
@@ -82,7 +82,7 @@ def test_a_finished_answer_waits_at_the_end_of_the_context(tmp_path, monkeypatch
 @pytest.mark.gpu
 def test_graphs_on_a_gpu_say_the_same(tmp_path, monkeypatch):
     model = load(save_target(tmp_path, "llama", peak=0.5, kv_heads=2), torch.float64).cuda()
-    fixed(monkeypatch, _SPARE_SLOTS=5, _FEW=1, can_be_fixed=batch_state.can_be_fixed)
+    fixed(monkeypatch, _SPARE_SLOTS=5, _FEW_ROWS=1, can_be_fixed=batch_state.can_be_fixed)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = answers_of(model)

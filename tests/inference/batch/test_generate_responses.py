@@ -123,7 +123,7 @@ def test_a_prompt_joins_as_another_ends(make, monkeypatch):
         Responder, "answer", lambda self, tasks, left: groups.append(len(tasks)) or answer(self, tasks, left)
     )
     for joined in (1, 4):
-        monkeypatch.setattr(responses_module, "_TOGETHER", joined)
+        monkeypatch.setattr(responses_module, "_MAX_GROUPS", joined)
         groups = passes.append([]) or []
         config = make([talk(f"question {i}") for i in range(40)], str(joined), batch_size=4, shard_size=18)
         generate_responses(config)
@@ -221,7 +221,7 @@ def test_when_the_time_is_over_what_is_there_is_kept_and_more_time_goes_on(make,
 
 @pytest.mark.usefixtures("thirty_seconds_a_batch")
 def test_a_slow_target_loses_minutes_at_most(make, monkeypatch):
-    monkeypatch.setattr(responses_module, "_TOGETHER", 1)
+    monkeypatch.setattr(responses_module, "_MAX_GROUPS", 1)
     monkeypatch.setattr(responses_module, "SAVE_SECONDS", 50)
     generate_responses(make(batch_size=2, shard_size=100))
     files = sorted(Path(make().out_dir).glob("responses-*.jsonl"))

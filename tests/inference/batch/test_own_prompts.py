@@ -13,7 +13,7 @@ import torch
 from transformers import AutoTokenizer, DynamicCache
 
 from outrider.data_prep.settings import PromptsConfig
-from outrider.data_prep.text.chat import around_question
+from outrider.data_prep.text.chat import question_affixes
 from outrider.data_prep.text.prompts import read_prompts
 from outrider.data_prep.text.records import turn_key
 from outrider.inference.batch.directory import Shard
@@ -99,7 +99,7 @@ def test_a_base_model_writes_the_beginnings_of_documents(config, target, tmp_pat
         write_prompts(base := replace(config, out_dir=f"{config.out_dir}-{name}", **options))
         assert keys(base, chat=False) == expected
     tokenizer.bos_token = None
-    refusal(r"has no BOS token.*prompts of your own", around_question, tokenizer, "auto")
+    refusal(r"has no BOS token.*prompts of your own", question_affixes, tokenizer, "auto")
 
 
 def test_a_killed_run_or_one_whose_time_was_over_goes_on_to_the_same_files(config, monkeypatch):

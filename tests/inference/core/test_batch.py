@@ -48,7 +48,7 @@ from outrider.inference.core.token_selector import TokenSelector, VerifiedDraft
 from outrider.inference.core.tree import ROOT, DraftTree
 from outrider.inference.drafters.copies import PromptLookup
 from outrider.inference.drafters.model_drafter import ModelDrafter
-from outrider.inference.drafters.model_plugin import copies_of
+from outrider.inference.drafters.model_plugin import make_prompt_lookup
 from outrider.inference.drafters.ngrams.drafter import make_ngram_drafter
 from outrider.inference.drafters.skip_layers.drafter import SkipLayersDraftModel
 from outrider.inference.engines.packing import lay_out
@@ -187,7 +187,7 @@ class Asked:
         stop = StopConfig(rule=rule, max_draft=4)
         method = replace(method_of(STRUCTURES[self.structure]), stop=stop, copy=None if self.number % 3 else 1)
         structure = make_structure(method, Streams(self.number), drawn, head, Tuning(costs()))
-        return ModelDrafter(self.target.source(kind), structure, copies=copies_of(method, structure))
+        return ModelDrafter(self.target.source(kind), structure, copies=make_prompt_lookup(method, structure))
 
     @cached_property
     def alone(self) -> Found:
@@ -389,7 +389,7 @@ def test_a_target_that_runs_as_a_whole_is_run_text_by_text(asked: list[Asked], m
     assert not different(asked, decode_together(asked, 3))
     from_few_slots(monkeypatch)
     assert not different(asked, decode_together(asked, 3))
-    plant(monkeypatch, stack_module._RowLayer, "update", "= state[:, :, : self.length]", "= state[:, :, :1]")
+    plant(monkeypatch, stack_module._RowLayer, "update", "= old_buffer[:, :, : self.length]", "= old_buffer[:, :, :1]")
     assert different(asked, decode_together(asked, 3))
 
 

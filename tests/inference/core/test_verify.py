@@ -236,11 +236,11 @@ def test_wrong_rules_are_found_out(monkeypatch: pytest.MonkeyPatch, wrong: str, 
 BLOCK_FAULTS = {  # by what stands in the source
     "ratios not bounded": ("min(1, previous * ratio)", "previous * ratio"),
     "ratios of tokens, not of prefixes": ("min(1, previous * ratio)", "min(1, ratio)"),
-    "a prefix accepted as the whole is": ("mass / (mass + 1 - c[count])", "c[count]"),
-    "all or nothing": ("count -= 1", "count = 0"),
+    "a prefix accepted as the whole is": ("mass / (mass + 1 - c[prefix_len])", "c[prefix_len]"),
+    "all or nothing": ("prefix_len -= 1", "prefix_len = 0"),
     "residual of another prefix": ("chance.choose(residual +", "chance.choose((p[0] - q[ROOT]).clip(min=0) +"),
-    "residual as token by token": ("(c[count] * p[count] -", "(p[count] -"),
-    "whole rejected too often": ("chance.accept(c[count])", "chance.accept(c[count] * c[count])"),
+    "residual as token by token": ("(c[prefix_len] * p[prefix_len] -", "(p[prefix_len] -"),
+    "whole rejected too often": ("chance.accept(c[prefix_len])", "chance.accept(c[prefix_len] ** 2)"),
 }
 
 

@@ -167,9 +167,9 @@ def test_drafts_along_a_text_equal_those_of_decoding(clinic: Clinic, window: int
 
 def test_a_reading_to_be_had_is_not_hidden_by_a_better_one_that_is_not() -> None:
     """The best reading may not be available by an option; then the best of the others is named."""
-    row = ReadingScores("as declared", "", "m", 0.3, (0.3, 0.2), (1.0, 1.0), 1e-9, wins=False)
-    still = replace(row, name="drafted positions stand still", agreement=0.8, wins=True)
-    later = replace(row, name="reading.taps=[2,5,8]", agreement=0.6, wins=True, option="reading.taps=[2,5,8]")
+    row = ReadingScores("as declared", "", "m", 0.3, (0.3, 0.2), (1.0, 1.0), 1e-9, is_better=False)
+    still = replace(row, name="drafted positions stand still", agreement=0.8, is_better=True)
+    later = replace(row, name="reading.taps=[2,5,8]", agreement=0.6, is_better=True, option="reading.taps=[2,5,8]")
     refuse_reading("eagle3", "there", Findings(9, 1, (row, still), still))
     with pytest.raises(UserError, match=r"Give reading\.taps=\[2,5,8\]"):
         refuse_reading("eagle3", "there", Findings(9, 1, (row, still, later), still))

@@ -122,7 +122,7 @@ FAULTS = {  # of a class or module: its function, and what stands there instead
         "commit(range(2))",
     ),
     "accepted positions have no feature": (BlockPasses, "commit", "aux_hidden(rows)", "aux_hidden(rows[:1])"),
-    "rows see no later row": (dflash, "block_mask", "rows if causal else rows.max()", "rows"),
+    "rows see no later row": (dflash, "block_mask", " if causal else row_positions.max()", ""),
     "a window of the chain": (dflash, "block_mask", ".abs() < window", ".abs() < window + 1"),
     "a slot too early": (BlockPasses, "run_pass", "0 if reading.sample_from_anchor else 1", "0"),
     "a bias by another token": (OneBlock, "extend", "bias(logits, tokens)", "bias(logits, tokens - tokens)"),

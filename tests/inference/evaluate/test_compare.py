@@ -153,10 +153,10 @@ def report_of(config: EvaluateConfig, number: int = 0) -> dict[str, Any]:
 def test_texts_at_once_are_those_one_after_another(
     config: Callable[..., EvaluateConfig], alone: EvaluateConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes, beside, of_one = list[int](), set[int](), Costs.of_one
+    sizes, beside, shared_by = list[int](), set[int](), Costs.shared_by
     price(monkeypatch, costs(step=0.01, node=0.0))
     monkeypatch.setattr(core, "run_jointly", lambda asked: sizes.append(len(asked)) or run_jointly(asked))
-    monkeypatch.setattr(Costs, "of_one", lambda costs, texts: beside.add(texts) or of_one(costs, texts))
+    monkeypatch.setattr(Costs, "shared_by", lambda costs, texts: beside.add(texts) or shared_by(costs, texts))
     made = config("two", batch=2, show_prompts=1, methods=METHODS | {"auto": AUTO, "default": preset("eesd_survival")})
     evaluate(made, FOUR)
     assert (sizes.count(2) > 20, max(sizes), beside) == (True, 2, {2})

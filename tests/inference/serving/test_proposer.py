@@ -128,11 +128,11 @@ def some_requests() -> list[Request]:
 
 FAULTS = {
     "none": None,
-    "a context lacks its latest token": ("draft", "search(self._ids, end, 1", "search(self._ids, end - 1, 1"),
+    "a context lacks its latest token": ("draft", "draft_end, 1", "draft_end - 1, 1"),
     "the longest context lacks its oldest token": (
         "__init__", "table, _CONFIG", "table, type(_CONFIG)(evidence='mixed', longest=_CONFIG.longest - 1)",
     ),
-    "the first new token is not learnt": ("draft", "self._ids, start, self", "self._ids, start + 1, self"),
+    "the first new token is not learnt": ("draft", "self._ids, old_length, self", "self._ids, old_length + 1, self"),
 }  # fmt: skip
 
 

@@ -118,10 +118,10 @@ def test_costs_are_what_the_clock_says(models: tuple, monkeypatch: pytest.Monkey
     assert costs.step[1] == pytest.approx(0.101)
     if name != "chain":
         assert costs.step[4] == pytest.approx(0.104, rel=0.1)
-    assert sum(tuning.tried) > 10
-    assert sum(tuning.right) > 1
+    assert sum(tuning.trials) > 10
+    assert sum(tuning.hits) > 1
     if name == "chain":
-        assert all(right <= tried for right, tried in zip(tuning.right, tuning.tried, strict=True))
+        assert all(right <= tried for right, tried in zip(tuning.hits, tuning.trials, strict=True))
 
 
 @pytest.mark.parametrize("token", [0.04, 4.0])
@@ -194,7 +194,7 @@ def test_a_drafter_of_fewer_positions_is_measured_within_them(
     methods = {"m": replace(CHAIN, source="small_lm")}
     clock = WorkClock(monkeypatch)
     _, tunings = tune(methods, models[0], {"small_lm": small}, random_prompt(100), clock=clock)
-    assert sum(tunings["m"].tried) > 5
+    assert sum(tunings["m"].trials) > 5
 
 
 def test_what_needs_no_measuring_is_left_alone(models: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +285,7 @@ def test_drafters_of_tokens_draft_as_much_as_pays(
         sizes = chosen_sizes([generation])
         drafted.append(sizes["nodes"].mean if sizes else 0.0)
     if method == NGRAMS:
-        assert min(sum(tunings["m"].tried), sum(tunings["m"].right)) > 10
+        assert min(sum(tunings["m"].trials), sum(tunings["m"].hits)) > 10
         assert drafted[0] > 2 * drafted[1]
 
 

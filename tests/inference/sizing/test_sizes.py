@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from outrider.base.streams import Streams
 from outrider.inference.core.tree import ROOT, DraftTree, OptimalTree
-from outrider.inference.drafters.model_plugin import copies_of
+from outrider.inference.drafters.model_plugin import make_prompt_lookup
 from outrider.inference.settings import MOST_NODES
 from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from outrider.inference.shapes.factory import make_structure, make_tree
 from outrider.inference.shapes.shapes import outcomes_at_nodes
-from outrider.inference.sizing.costs import LOSS, MEMORY, TRIALS, WIDEST, Allowance, Costs, curve
+from outrider.inference.sizing.costs import MAX_LOSS, MEMORY, TRIAL_SHARE, WIDEST, Allowance, Costs, curve
 from outrider.inference.sizing.node_sizes import SEARCH_SIZES, BestNodes, trials_of
 from outrider.inference.sizing.policy import (
     BANDS,
@@ -354,7 +354,7 @@ def together(
 ) -> tuple[float, float, float]:
     """Of `count` texts: tokens a second over plain decoding's, the share of rounds with a draft, and its length."""
     luck, batch, emitted, lengths, spent = random.Random(seed), [count, 0], 0, [], 0.0
-    shared = Allowance(seconds, LOSS if count == 1 else TRIALS, lambda: (batch[0], batch[1]))
+    shared = Allowance(seconds, MAX_LOSS if count == 1 else TRIAL_SHARE, lambda: (batch[0], batch[1]))
     stop = StopConfig(rule="survival") if kind == "survival" else StopConfig(max_draft="auto")
     rules = [make_rule(stop, Streams(0), None, Tuning(seconds, shared=lambda: shared)) for _ in range(count)]
     logits, source = torch.tensor([[0.0, 3.0]]), cast("Source", None)
@@ -382,7 +382,7 @@ def together(
 def test_a_drafter_that_does_not_pay_costs_no_more_than_allowed(kind: str, step: float) -> None:
     for share in (0.0, 0.05):
         rate, drafting, _ = together(kind, 1, steps_cost(step), share, rounds=2000)
-        assert rate > 1 - LOSS - (2 * step + 1.11) / MEMORY  # the last draft may go beyond the allowance
+        assert rate > 1 - MAX_LOSS - (2 * step + 1.11) / MEMORY  # the last draft may go beyond the allowance
         assert 0 < drafting < 0.5
 
 
@@ -397,19 +397,19 @@ def test_a_full_batch_drafts_nothing_but_trials(kind: str, monkeypatch: pytest.M
     """Where each row costs its own, and where rows are free as much as alone; not by the costs of a text alone."""
     for share in (0.0, 0.6):
         rate, drafting, _ = together(kind, 16, FULL, share)
-        assert rate > 1 - TRIALS - 0.012  # the first drafts without a known gain
+        assert rate > 1 - TRIAL_SHARE - 0.012  # the first drafts without a known gain
         assert 0 < drafting < 0.06
     (rate, drafting, length), (alone, _, expected) = (together(kind, count, FREE, 0.9) for count in (16, 1))
     assert drafting > 0.95
     assert (length, rate) == (pytest.approx(expected, rel=0.2), pytest.approx(alone, rel=0.2))
-    monkeypatch.setattr(Costs, "of_one", lambda alone, texts: alone)
+    monkeypatch.setattr(Costs, "shared_by", lambda alone, texts: alone)
     assert together(kind, 16, FULL, 0.6)[0] < 0.8
 
 
 def tried_and_wasted(gains: Sequence[float]) -> tuple[int, float]:
     """Of texts whose drafts have such gains: the rounds of 500 with a draft, and the time that a wrong one costs."""
     batch, tried = [len(gains), 0], 0
-    shared = Allowance(replace(FREE, overhead=0.0), LOSS, lambda: (batch[0], batch[1]))
+    shared = Allowance(replace(FREE, overhead=0.0), MAX_LOSS, lambda: (batch[0], batch[1]))
     for batch[1] in range(501):
         drafted = 9 * (batch[1] == 500)
         tried += [*map(shared.opens_round, gains)][-1]
@@ -431,7 +431,7 @@ def test_many_texts_try_and_lose_as_much_as_one(texts: int, gain: float) -> None
 def test_texts_that_leave_make_room_for_drafts() -> None:
     """The number of texts now decides; in a round all draft, or none. What is no pass is not shared."""
     batch = [16, 0]
-    shared = Allowance(FULL, TRIALS, lambda: (batch[0], batch[1]))
+    shared = Allowance(FULL, TRIAL_SHARE, lambda: (batch[0], batch[1]))
     rule, sizes = BestLength(Tuning(FULL, shared=lambda: shared)), BestNodes(Tuning(FULL, shared=lambda: shared))
     assert [shared.takes_trial(1.0), shared.takes_trial(0.1)] == [
         True,
@@ -440,7 +440,7 @@ def test_texts_that_leave_make_room_for_drafts() -> None:
     for batch[:], opens in (([16, 0], False), ([2, 0], False), ([2, 1], True), ([16, 1], True)):
         assert shared.opens_round(rule.gain()) == opens
     method, draft = MethodConfig(copy=3), (np.arange(-1, 14), 0.8 ** np.arange(1.0, 16.0))
-    copies: Any = copies_of(method, make_structure(method, Streams(0)), Tuning(FULL, shared=lambda: shared))
+    copies: Any = make_prompt_lookup(method, make_structure(method, Streams(0)), Tuning(FULL, shared=lambda: shared))
     for chosen, tried in ((sizes, 0), (copies.sizes, 2)):
         counts = [chosen.count(*draft) for batch[0] in (16, 2, 1)]
         assert tried == counts[0] < counts[1] < counts[2] == 15
@@ -455,8 +455,8 @@ def test_texts_that_leave_make_room_for_drafts() -> None:
     assert idle.count(*draft) == 15
     batch[0] = 16
     assert idle.search_size() > 15
-    costs = replace(FULL, autoregressive=1.5, unshared=(0.01, 0.25, 0.5)).of_one(4)
+    costs = replace(FULL, autoregressive=1.5, unshared=(0.01, 0.25, 0.5)).shared_by(4)
     assert (costs.step[1], costs.autoregressive) == pytest.approx((0.0125, 0.75))
     assert [costs.verify[width] for width in (1, 4, 8)] == pytest.approx([0.4375, 0.4375, 0.6875])
     shared.observe([1] * 999, 9, 1)
-    assert (shared.is_spent(), idle.search_size()) == (True, 0)
+    assert (shared.blocks_drafts(), idle.search_size()) == (True, 0)

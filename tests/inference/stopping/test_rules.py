@@ -20,7 +20,7 @@ from outrider.draft_models.calibration_head import POSITIONS, CalibrationHead, l
 from outrider.inference.settings import LONGEST_CHAIN
 from outrider.inference.settings.method import StopConfig, settings_of
 from outrider.inference.settings.stop_rules import RULES, RuleEntry
-from outrider.inference.sizing.policy import KEEP, Tuning, best_length
+from outrider.inference.sizing.policy import DECAY, Tuning, best_length
 from outrider.inference.stopping import rules
 from outrider.inference.stopping.by_costs import DRIFT, PRIOR_ROUNDS, Belief, Survival, Trust
 from outrider.inference.stopping.interface import RuleInputs, Step, StopRule
@@ -72,7 +72,7 @@ def test_rules_of_the_drafts_own_distribution(weights: list[int], token: int, cu
 
 def test_adaedls_threshold_follows_the_acceptance() -> None:
     """r̄ ← (r̄ + r) / 2; λ ← 0.9 λ + 0.1 (λ ± 0.01), up where r̄ is at most 0.9."""
-    rule, rate, threshold = rules.AdaEDL(9, StopConfig("adaedl"), RuleInputs(Streams(0))), rules.AIM, 0.5
+    rule, rate, threshold = rules.AdaEDL(9, StopConfig("adaedl"), RuleInputs(Streams(0))), rules.AIM_RATE, 0.5
     for drafted, accepted in ((4, 4), (4, 4), (5, 0), (0, 0), (2, 1), *[(3, 3)] * 6):
         rule.observe(drafted, accepted)
         if drafted:
@@ -113,8 +113,8 @@ def test_survival_times_cost(scores: list[float], history: list[tuple[int, int]]
     emitted = rate * spent
     for drafted, accepted in history:
         rule.observe(drafted, min(drafted, accepted))
-        emitted = KEEP * emitted + min(drafted, accepted) + 1
-        spent = KEEP * spent + drafted * price + seconds.verify[drafted + 1] + 0.1
+        emitted = DECAY * emitted + min(drafted, accepted) + 1
+        spent = DECAY * spent + drafted * price + seconds.verify[drafted + 1] + 0.1
     assert rule.rate == pytest.approx(emitted / spent)
     shares = rule._shares
     for drafted in range(1, 5):

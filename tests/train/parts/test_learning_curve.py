@@ -7,7 +7,7 @@ import pytest
 
 from outrider.base.streams import Streams
 from outrider.train.parts import learning_curve
-from outrider.train.parts.learning_curve import COVERED, UNMODELLED, TrainedSize, forecast_tau
+from outrider.train.parts.learning_curve import COVERED, SEED_STD, TrainedSize, forecast_tau
 
 SIZES = (1.0, 2.0, 4.0, 8.0)
 LATER = 64.0
@@ -47,7 +47,7 @@ def test_a_drafter_that_learns_nothing_is_not_expected_to() -> None:
     trained = [TrainedSize(size, 1.01, 4000) for size in SIZES]
     (later,) = forecast_tau(trained, [64.0])
     assert later.low >= 1
-    assert later.high < 1.01 + 6 * UNMODELLED
+    assert later.high < 1.01 + 6 * SEED_STD
 
 
 def test_one_size_has_no_curve() -> None:

@@ -160,7 +160,7 @@ def test_a_verified_draft_has_the_logits_of_plain_decoding(
     longest = {"vocab_size": VOCABULARY, "max_position_embeddings": past + rows}
     stack = open_stack(save_target(tmp_path, "llama", kv_heads=2, **longest), dtype)[1]
     prepare_models(stack, {})
-    monkeypatch.setattr(at_once, "SEEN", 30 * (past + rows))
+    monkeypatch.setattr(at_once, "MAX_SEEN", 30 * (past + rows))
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(256, (rows,), generator=generator)
     text = torch.randn(LAYERS, 2, 2, past, stack.layers[0].head_dim, generator=generator).to(dtype)
@@ -411,7 +411,7 @@ def test_the_faster_way_is_measured(
     together, layers = stack.at_once, list(stack.layers)
     assert isinstance(together, LayersAtOnce)
     assert together.is_faster(layers)  # too small to be measured
-    monkeypatch.setattr(at_once, "SMALL", 0)
+    monkeypatch.setattr(at_once, "SMALL_BYTES", 0)
     assert together.is_faster(layers, ticks(seconds).__next__) == faster
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from outrider.draft_models.targets.int8 import Int8Linear, quantise_rows
 from outrider.inference.engines.cpu import by_amx, layout
-from outrider.inference.engines.cpu.at_once import TOGETHER, PanelLinear
+from outrider.inference.engines.cpu.at_once import MAX_ROWS, PanelLinear
 from outrider.inference.engines.cpu.by_amx import BLOCK, STEP, has_amx
 from outrider.inference.engines.cpu.by_vectors import TILE
 from outrider.inference.engines.cpu.vectors import PANEL
@@ -150,7 +150,7 @@ def test_after_a_norm(kind: str, dtype: torch.dtype, way: str) -> None:
     assert together.shape == (1, 2 * BLOCK, OUT)
     for rows in range(1, 2 * BLOCK):
         assert torch.equal(panels.after(weight, 0.1, x[:, :rows]), together[:, :rows])
-    many = normal(1, 2 * TOGETHER + 1, WHOLE, dtype=dtype)
+    many = normal(1, 2 * MAX_ROWS + 1, WHOLE, dtype=dtype)
     apart = torch.cat([panels.after(weight, 0.1, many[:, row : row + 1]) for row in range(many.shape[1])], dim=1)
     assert torch.equal(panels.after(weight, 0.1, many), apart)
     assert panels.after(weight.double(), 0.1, x) is None

@@ -238,14 +238,14 @@ PLANTED = {  # a rule, and what breaks it
         "return vars(self.upload).setdefault(f'{self.width} {self.key_count}', masks)",
     ),
     contract.REBOUND: (
-        Arena, "buffer", "if (name, index) not in",
-        "if index < 0:\n        self.before = self.buffers.pop((name, index), None)  # so that the address is another\n"
-        "    if (name, index) not in",
+        Arena, "buffer", "if (name, output_index) not in",
+        "if output_index < 0:\n        self.before = self.buffers.pop((name, output_index), None)  # another address\n"
+        "    if (name, output_index) not in",
     ),
     contract.CHANGED: (  # a slot that the host chooses for every pass
-        Arena, "view", "return FixedView(self.upload, width, key_count, self.limit,",
+        Arena, "view", "return FixedView(self.upload, row_count, key_count, self.limit,",
         "self.turn = vars(self).get('turn', 0) + 1\n"
-        "    return FixedView(self.upload, width, key_count, self.limit - self.turn,",
+        "    return FixedView(self.upload, row_count, key_count, self.limit - self.turn,",
     ),
 }  # fmt: skip
 

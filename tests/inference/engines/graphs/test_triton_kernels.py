@@ -203,7 +203,7 @@ FAULTS = {
     ],
     "_place_kernel": [
         ("inside = columns < half", "inside = columns < block"),
-        ("high = tl.load(start + half + columns", "high = tl.load(start + columns"),
+        ("high = tl.load(head_start + half + columns", "high = tl.load(head_start + columns"),
         ("keys + (head - query_heads) * key_head_stride", "keys + (head - query_heads) * value_head_stride"),
         ("slot * key_slot_stride", "slot * value_slot_stride"),
         ("- key_heads) * value_head_stride", "- key_heads) * key_head_stride"),
@@ -211,9 +211,9 @@ FAULTS = {
         ("(head - query_heads - key_heads)", "(head - query_heads)"),
         ("slot = tl.load(slots + row)", "slot = row"),
         ("- turned_low", "+ turned_low"),
-        ("angle = row * width + columns", "angle = columns"),
-        ("cos + angle + half", "cos + angle"),
-        ("sin + angle + half", "sin + angle"),
+        ("rotary_index = row * width + columns", "rotary_index = columns"),
+        ("cos + rotary_index + half", "cos + rotary_index"),
+        ("sin + rotary_index + half", "sin + rotary_index"),
         ("scales + head * width + half", "scales + half"),
         ("squares / width", "squares / half"),
         ("(head * queries + row) * width", "(row * query_heads + head) * width"),
@@ -234,26 +234,26 @@ FAULTS = {
         ("(split * turns + turn) * step", "turn * step"),
         ("seen = position < key_count", "seen = position >= 0"),
         ("seen = position < key_count", "seen = position < key_count - 1"),  # a key
-        ("scores + hidden.to(tl.float32), float", "scores, float"),  # the mask
+        ("scores + mask_values.to(tl.float32), float", "scores, float"),  # the mask
         ("mask + token[:, None] * mask_stride", "mask + row[:, None] * mask_stride"),
         ("token[:, None] * mask_stride", "token[:, None] * key_count"),
         ("position[None, :] * key_stride", "position[None, :] * width"),
         ("position[:, None] * value_stride", "position[:, None] * key_stride"),
         ("values + key_head * value_head_stride", "values + key_head * key_head_stride"),
-        ("mixed = mixed * shrink[:, None] +", "mixed = mixed +"),
-        ("total = total * shrink", "total = total"),
-        ("group + member) * queries + token", "group + token) * queries + member"),
+        ("value_sum = value_sum * rescale[:, None] +", "value_sum = value_sum +"),
+        ("weight_sum = weight_sum * rescale", "weight_sum = weight_sum"),
+        ("group + group_head) * queries + token", "group + token) * queries + group_head"),
         ("row // queries, row % queries", "row % group, row // group"),
         ("input_precision=\"ieee\") * scale", "input_precision=\"ieee\")"),
         ("valid = row < rows", "valid = row < rows + block"),
-        ("row = part * block + ", "row = "),  # the rows after the first block
+        ("row = row_block * block + ", "row = "),  # the rows after the first block
         ("in_head = dimension < width", "in_head = dimension < depth"),
-        ("at = (key_head * splits + split) * rows", "at = key_head * splits * rows"),
+        ("out_row = (key_head * splits + split) * rows", "out_row = key_head * splits * rows"),
     ],
     "_join_kernel": [
         ("is_split = split < splits", "is_split = split < splits - 1"),  # a split is lost
-        ("weight = tl.exp(peak - tl.max(peak, 0))", "weight = tl.exp(peak - peak)"),
-        ("other=0.0) * weight, 0)", "other=0.0), 0)"),
+        ("split_weight = tl.exp(peak - tl.max(peak, 0))", "split_weight = tl.exp(peak - peak)"),
+        ("other=0.0) * split_weight, 0)", "other=0.0), 0)"),
         ("(key_head * splits + split)", "(key_head + split)"),
         ("row // queries, row % queries", "row % group, row // group"),
         ("(token * heads + head)", "(head * queries + token)"),
