@@ -351,13 +351,13 @@ NO_PROMPT: Fault = (Streams, "number", "self.prompt, self.repeat, *self.path", "
 NO_RESIDUAL: Fault = (verify.Rejection, "residual", "return r[0]", "return p[parent + 1]")
 EASY: Fault = (verify.RandomChance, "accept", "< probability", "< 1.5 * probability")
 WITHDRAWN: Fault = (
-    shapes.Chain, "draft", "n = len(tokens) - 1\n",
-    "tokens = tokens[: len(tokens) - (1 < len(tokens) <= max_steps)]\n    n = len(tokens) - 1\n"
-    "    q = {node: row for node, row in q.items() if node < n - 1}\n",
+    shapes.Chain, "draft", "draft_len = len(tokens) - 1\n",
+    "tokens = tokens[: len(tokens) - (1 < len(tokens) <= max_steps)]\n    draft_len = len(tokens) - 1\n"
+    "    q_by_node = {node: row for node, row in q_by_node.items() if node < draft_len - 1}\n",
 )  # fmt: skip
 Q_OF_COPIES: Fault = (
-    ModelDrafter, "draft", "return copied",
-    "return replace(copied, q=dict.fromkeys(range(-1, 15), torch.ones(4) / 4))",
+    ModelDrafter, "draft", "return copied_tree",
+    "return replace(copied_tree, q=dict.fromkeys(range(-1, 15), torch.ones(4) / 4))",
 )  # fmt: skip
 VERIFIES = (token_selector.TokenSelector, "verify")
 FAULTS: dict[str, tuple[Case, int, *tuple[Fault, ...]]] = {  # where, the draws that show it, and what
@@ -386,7 +386,7 @@ FAULTS: dict[str, tuple[Case, int, *tuple[Fault, ...]]] = {  # where, the draws 
          "            return drawn\n"
          "        if True:"),
     ),
-    "a q by index": (CASES["chain, some tokens"], 1_500, (TimedModel, "with_ids", "(0, ids,", "(0, ids.argsort(),")),
+    "a q by index": (CASES["chain, some tokens"], 1_500, (TimedModel, "with_ids", "0, id_map", "0, id_map.argsort()")),
     "block accepted too easily": (CASES["chain, block"], MORE, EASY),
     "q without the states that it was drawn with": (
         CASES["chain, PARD-2"], 1_500,

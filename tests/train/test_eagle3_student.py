@@ -297,8 +297,8 @@ FAULTS = {  # where, and what stands there instead
     "labels of the input token of step 0": (
         Eagle3Student,
         "forward",
-        " tokens =",
-        " labels = labels.roll(1, 1)\n    tokens =",
+        " draft_tokens =",
+        " labels = labels.roll(1, 1)\n    draft_tokens =",
     ),
     "steps between are not attended to": (Steps, "attend", "self.step > 1", "False"),
     "keys of other positions": (Steps, "attend", "= entry\n", "= entry[0].roll(1, 2), entry[1]\n"),

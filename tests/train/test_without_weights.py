@@ -97,7 +97,7 @@ def record_of(run: FinetuneConfig) -> dict[str, Any]:
 
 FAULTS = {
     "the token after the one to verify": ("_after", "self._position + depth", "self._position + depth + 1"),
-    "rejected tokens count": ("verify", "len(nodes) + 1", "len(proposed) + 1"),
+    "rejected tokens count": ("verify", "len(accepted_nodes) + 1", "len(proposed) + 1"),
 }
 
 

@@ -160,9 +160,9 @@ FAULTS = {  # of the source, and what stands there instead
     "hidden states of the next boundary": ("__init__", "head.reading.taps", "[tap + 1 for tap in head.reading.taps]"),
     "the feature of a token's own position": ("_run_pairs", "[None]), aux]", "[None]), aux.roll(-1, 1)]"),
     "entries of accepted tokens stay those of the draft": (
-        "commit", "self.session.commit(range(self._pairs))\n        self._aux_hidden, fresh = aux, tokens[1:]",
+        "commit", "self.session.commit(range(self._pairs))\n        self._aux_hidden, new_tokens = aux, tokens[1:]",
         "kept = min(self.session.rows, self._pairs + len(rows) - 1)\n        self.session.commit(range(kept))\n"
-        "        stale = kept - self._pairs\n        self._aux_hidden, fresh = aux[:, stale:], tokens[1 + stale :]",
+        "        old = kept - self._pairs\n        self._aux_hidden, new_tokens = aux[:, old:], tokens[1 + old :]",
     ),
 }  # fmt: skip
 
