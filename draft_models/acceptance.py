@@ -30,7 +30,7 @@ def acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def acceptance_by_target(to_logits: Logits, target_hidden: Tensor) -> AcceptanceOf:
-    """Acceptance under the target's full p. hidden [n, d]: its hidden states at all positions, on any device.
+    """Acceptance under the target's full p. target_hidden [n, d]: its hidden states at all positions, on any device.
 
     If the vocabularies differ (padded embeddings) p and q are taken over the shared ids.
     """
@@ -100,7 +100,7 @@ def scatter_positions(values: Tensor, keep_mask: Tensor, fill: float) -> Tensor:
 def analytic_tau(alpha: Tensor, document_ids: Tensor, window_length: int) -> Tensor:
     """1 + Σ_k Π_{i≤k} α_i over every window of `window_length` positions, [windows]: the expected tokens of a round.
 
-    With a constant α this is Leviathan et al. 2023, equation 1. accepted [B, T]: α, NaN where unknown. documents [B, T]
+    With a constant α this is Leviathan et al. 2023, equation 1. alpha [B, T]: α, NaN where unknown. document_ids [B, T]
     numbers the documents packed in a row. Only windows inside one document with all α known are used.
     """
     if alpha.shape[1] < window_length:
@@ -110,5 +110,5 @@ def analytic_tau(alpha: Tensor, document_ids: Tensor, window_length: int) -> Ten
 
 
 def tau_of_rounds(alpha: Tensor) -> Tensor:
-    """1 + Σ_k Π_{i≤k} α_i of every row of accepted [..., length] without NaN: the expected tokens, [rows]."""
+    """1 + Σ_k Π_{i≤k} α_i of every row of alpha [..., length] without NaN: the expected tokens, [rows]."""
     return 1 + alpha[~alpha.isnan().any(-1)].cumprod(-1).sum(-1)

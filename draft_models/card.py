@@ -18,7 +18,7 @@ LEAST_TAU = 1.1  # tokens per pass below which a drafter is of no use
 def write_card(folder: Path, usage: str, target: str, facts: Mapping[str, object]) -> None:
     """Write the model card of the drafter in directory `folder`, replacing an earlier card and its report.
 
-    use: instructions for a drafter of its kind, with {path} and {target} to fill in. target: its name or directory.
+    usage: instructions for a drafter of its kind, with {path} and {target} to fill in. target: its name or directory.
     facts: one line each. If the first one there of `TAU_NAMES` is below `LEAST_TAU`, card and log have a warning.
     Paths are relative if the command's were, so the lines work in the directory where the command ran.
     """

@@ -81,7 +81,7 @@ def narrow(model: PreTrainedModel, draft_vocabulary: DraftVocabulary) -> None:
 
 @torch.no_grad()
 def widen(model: PreTrainedModel, draft_vocabulary: DraftVocabulary, special_ids: Mapping[str, object]) -> None:
-    """Undo `narrow`, for engines in which target and drafter share a vocabulary. special: the target's special ids.
+    """Undo `narrow`, for engines in which target and drafter share a vocabulary. special_ids: the target's special ids.
 
     Other tokens get, in the embedding, the row for other tokens; in the head the mean row, which is never the argmax.
     """
@@ -97,7 +97,7 @@ def widen(model: PreTrainedModel, draft_vocabulary: DraftVocabulary, special_ids
 
 @torch.no_grad()
 def fit_rows(model: PreTrainedModel, target_row_count: int, special_ids: Mapping[str, object]) -> None:
-    """Give `model` as many rows as its target, for engines that require it. special: the target's special ids.
+    """Give `model` as many rows as its target, for engines that require it. special_ids: the target's special ids.
 
     Embeddings of one vocabulary are padded to various sizes; padding ids occur in no text. A new row is the mean of all
     rows, and never the argmax (see `widen_rows`).

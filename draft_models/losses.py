@@ -331,7 +331,7 @@ def _normaliser(logits: Tensor, probabilities: Tensor) -> Tensor:
 
 
 def _forward_kl(target_logits: Tensor, logits: Tensor, p_rows: Tensor | None) -> tuple[Tensor, Tensor]:
-    """KL(p‖q) [n] and its gradient q − p w.r.t. the logits [n, V]; owners [n]: their rows of p's logits [m, V].
+    """KL(p‖q) [n] and its gradient q − p w.r.t. the logits [n, V]; p_rows [n]: their rows of p's logits [m, V].
 
     The same as by `_divergence`, in few passes over the matrix, and with one exponential of each value of p.
     """

@@ -75,7 +75,7 @@ class FirstAnswers:
     rows: prompts that are answered together. tokens_per_second: of answers, together. answer_tokens: the mean of an
     answer. prompts: all prompts, of which `answered` have an answer. context: of the target, in tokens. loading:
     minutes in which a step starts and loads the target. spent: minutes so far. top_k: log-probabilities of a token
-    that the answers have. parameters: of the target; 0: unknown. tokenising: minutes for the corpus, once.
+    that the answers have. parameters: of the target; 0: unknown. tokenising_minutes: minutes for the corpus, once.
     corpus_share: what a small LM reads of it.
     """
 
@@ -145,7 +145,7 @@ NO_CHOICE = Choice((), {}, {})
 def choose_rows(device: Device, parameter_count: float, cache_bytes: float, free_bytes: float) -> int:
     """The number of prompts to answer together: limited by memory, and on a CPU to about a minute.
 
-    text_bytes: cache of a prompt and its answer. free_bytes: memory left by the target's weights.
+    cache_bytes: cache of a prompt and its answer. free_bytes: memory left by the target's weights.
     """
     size_factor = 1.0 if device == "cuda" else min(1.0, _MAX_PARAMS / parameter_count)
     row_count = max(_FEWEST_ROWS, _BATCH_ROWS[device] * size_factor)
@@ -165,7 +165,7 @@ def choose_trainings(
 ) -> Choice:  # fmt: skip
     """The trainings and their minutes. With train=auto no kind in `finished` (see `Choice`) is trained again.
 
-    unfit: why the target cannot have a drafter of some kind. Raises `UserError` if loading alone takes all minutes.
+    unfit_reasons: why the target cannot have a kind of drafter. Raises `UserError` if loading alone takes all minutes.
     """
     if config.train != "auto":
         return _share_minutes(config, answers, config.train, {}, {})

@@ -143,7 +143,7 @@ def _share_of_corpus(paths: Sequence[str], share: float) -> float:
 
 
 def _size_batches(target: OpenTarget, device: Device, available_bytes: float) -> FirstAnswers:
-    """The facts before the first answers: machine and context. available: bytes of memory."""
+    """The facts before the first answers: machine and context. available_bytes: bytes of memory."""
     storage = memory_plan.Storage(pick_dtype("fast", target.config, torch.device(device)).itemsize, _TEXT_TOKENS)
     full_bytes, kv_bytes = (fn(target.config, storage) for fn in (memory_plan.weight_bytes, memory_plan.cache_bytes))
     param_count, weight_bytes = full_bytes / storage.itemsize, stored_bytes(target, torch.device(device)) or full_bytes

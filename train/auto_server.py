@@ -45,7 +45,7 @@ def open_server(config: AutoConfig, target: OpenTarget, top_k: int) -> TargetSer
 def replay_there(config: AutoConfig, folder: Path, step_names: Sequence[str], config_for: ConfigFor) -> list[str]:
     """Replay the held-out answers; returns the recommendation, the report's path, and the command that repeats it.
 
-    names: of the steps that have run. Raises `UserError` if the replay fails.
+    step_names: of the steps that have run. Raises `UserError` if the replay fails.
     """
     methods = ["prompt_lookup", "ngrams", *(["small_lm/fixed"] if SMALL_LM.name in step_names else [])]
     options: dict[str, object] = {

@@ -180,8 +180,8 @@ def warn_of_template(config: CalibrateConfig, data_settings: Mapping[str, object
 def load_texts(
     config: CalibrateConfig, target: OpenTarget, context_limits: Sequence[int]
 ) -> dict[Split, list[capture.TextToContinue]]:
-    """The texts of each split to continue. limits: context limits of the drafter, in tokens. Raises `UserError` if a
-    split has none, and if no prompt leaves room for the new tokens."""
+    """The texts of each split to continue. context_limits: context limits of the drafter, in tokens. Raises `UserError`
+    if a split has none, and if no prompt leaves room for the new tokens."""
     context = min([context_limit(target.config), *context_limits])
     prompt_limit = min(config.seq_len, context - config.new_tokens)
     if prompt_limit < 1:

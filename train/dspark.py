@@ -159,8 +159,8 @@ class DSparkStudent(HeadStudent):
 
 def predictions_of(hidden: Tensor, anchors: Tensor, has_loss: Tensor) -> Predictions:
     """The rows of blocks, hidden [R, N, slots, H], where `has_loss` [R, N, slots], ordered by their labels.
-    last [R, N]: the last position of each block's context."""
-    slot_numbers = torch.arange(has_loss.shape[-1], device=anchors.device).expand_as(has_loss)  # [R, N, slot_numbers]
+    anchors [R, N]: the last position of each block's context."""
+    slot_numbers = torch.arange(has_loss.shape[-1], device=anchors.device).expand_as(has_loss)  # [R, N, slots]
     label_indices = anchors[..., None] + 1 + slot_numbers
     sorted_indices, order = label_indices[has_loss].sort(stable=True)
     return Predictions(F.embedding(order, hidden[has_loss]), sorted_indices, slot_numbers[has_loss][order])

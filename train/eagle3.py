@@ -148,7 +148,7 @@ class Eagle3Student(HeadStudent):
         return self.head.normalise(predictions.hidden), self.head.lm_head.weight  # [n, H], [V', H]
 
     def features(self, aux_states: Tensor) -> Tensor:
-        """aux [B, T, k · H_t], the target's aux hidden states → the features of step 0 [B, T, H]."""
+        """aux_states [B, T, k · H_t], the target's aux hidden states → the features of step 0 [B, T, H]."""
         return self.head.features(aux_states.float())
 
     def unroll(

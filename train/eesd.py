@@ -134,7 +134,7 @@ def build_student(
     start_exit: EarlyExit | None,
     device: torch.device,
 ) -> "EarlyExitStudent":
-    """The exit on these layers of the target. tokens: its draft vocabulary. earlier: the exit to go on from."""
+    """The exit on these layers of the target. draft_tokens: its draft vocabulary. start_exit: to go on from."""
     target_model = target.layers(layer_ids, dtype=frozen_dtype(config.frozen_dtype, device), device=device)
     student = EarlyExitStudent(target_model, config, None if draft_tokens is None else draft_tokens.to(device))
     if start_exit is not None:

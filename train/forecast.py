@@ -139,13 +139,13 @@ def pipeline_of(config: ForecastConfig, share: float, record_count: int) -> Pipe
 
 
 def forecast_kinds(config: ForecastConfig, share_reports: Mapping[float, Sequence[MethodReport]]) -> list[KindForecast]:
-    """The forecast of each kind. reports: by share, of all kinds."""
+    """The forecast of each kind. share_reports: by share, of all kinds."""
     return [forecast_kind(config, kind, {share: _report_of(kind, report) for share, report in share_reports.items()})
             for kind in config.kinds]  # fmt: skip
 
 
 def forecast_kind(config: ForecastConfig, kind: str, report_by_share: Mapping[float, MethodReport]) -> KindForecast:
-    """The forecast of a kind. reports: by share."""
+    """The forecast of a kind. report_by_share: by share."""
     trained = tuple(
         TrainedSize(share, report.figures.tau, max(1, round(report.tokens / report.figures.tau)))
         for share, report in report_by_share.items()

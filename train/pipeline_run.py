@@ -56,7 +56,7 @@ def size_limits(config: PipelineConfig) -> dict[str, int]:
 
 
 def plan_step(config: PipelineConfig, step_name: str, option_limits: Mapping[str, int], config_for: ConfigFor) -> Step:
-    """The step `step_name`. largest: see `size_limits`."""
+    """The step `step_name`. option_limits: see `size_limits`."""
     options, command = merge_options(config, step_name, option_limits), STEPS[step_name]
     input_names = [step for step in config.to_do if f"{HERE}/{step}" in str(options)]
     if step_name == "report" and "calibrate" in config.to_do:  # which writes to the directory of the early exit

@@ -140,7 +140,7 @@ def _write_record(step: Step, records: Records, record: Record) -> Record:
 def run_command(script: str, argv: list[str], settings: RunConfig, log_path: Path) -> int:
     """Run a script in a process of its own and return its exit status. Its output goes to stdout and `log_path`.
 
-    words: the options of which `settings` were made.
+    argv: the options of which `settings` were made.
     """
     settings_file = log_path.with_suffix(".settings.json")
     write_json(settings_file, {"words": argv, "settings": asdict(settings)})

@@ -99,8 +99,8 @@ def _write_table(
     record_counts: Counts,
     shards: Shards,
 ) -> None:
-    """Count `shards` and write the table. addends: tables to merge. began: the time at which the command started.
-    counts: how many records were read, skipped, …"""
+    """Count `shards` and write the table. addends: tables to merge. start_time: the time at which the command started.
+    record_counts: how many records were read, skipped, …"""
     if not shards.tokens:
         outcomes = ", ".join(f"{name}={count}" for name, count in record_counts.items() if count) or "nothing"
         why = record_counts.first or "give more data"

@@ -100,7 +100,7 @@ def _map_array(file: Path, dtype: np.dtype) -> np.ndarray:
 
 
 def count_runs(shards: Shards, order: int, vocab_size: int, memory_bytes: int, folder: Path) -> Runs:
-    """The counted blocks of all n-grams, mapped from files in `folder`; memory: bytes for a block."""
+    """The counted blocks of all n-grams, mapped from files in `folder`; memory_bytes: bytes for a block."""
     bits = kernels.token_bits(vocab_size)
     key_bits = (order - 1) * bits
     fits_64 = order * bits <= 64
@@ -131,7 +131,7 @@ def _read_blocks(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """All n-grams in blocks of at most `capacity`: keys uint64 [n] of their contexts, and their last tokens uint32 [n].
 
-    They are not sorted. narrow: the token is in the key's low bits, and the second array is empty.
+    They are not sorted. fits_64: the token is in the key's low bits, and the second array is empty.
     """
     keys = np.empty(capacity, np.uint64)
     tokens = np.empty(0 if fits_64 else capacity, np.uint32)
@@ -290,8 +290,8 @@ def merge_level(
     """The contexts of all `levels` of one order, by ascending keys, in parts; counts and totals are summed.
 
     N-grams with fewer than `min_count` occurrences over all levels are dropped. Of each context only the
-    `max_successors` most frequent ones are kept. Dropped ones still count in its total. memory: bytes for a part; a
-    part has at least a 4096th of the n-grams, and all n-grams of a context.
+    `max_successors` most frequent ones are kept. Dropped ones still count in its total. memory_bytes: bytes for a part;
+    a part has at least a 4096th of the n-grams, and all n-grams of a context.
     """
     partition_bits = min(_TABLE_PART_BITS, levels[0].key_bits)
     key_edges = np.arange(2**partition_bits, dtype=np.uint64) << np.uint64(levels[0].key_bits - partition_bits)

@@ -68,8 +68,8 @@ class Shards(NamedTuple):
 def passages(records: Iterable[Record], text_scope: str, encoder: Encoder) -> Iterator[Passage]:
     """The documents of records: plain texts, and the messages of conversations, each message by itself.
 
-    text: assistant (only the assistant's messages of a conversation) or all (all messages). An answer whose tokens are
-    recorded (`Written`) in the vocabulary of `encoder` becomes a passage of these tokens.
+    text_scope: assistant (only the assistant's messages of a conversation) or all (all messages). An answer whose
+    tokens are recorded (`Written`) in the vocabulary of `encoder` becomes a passage of these tokens.
     """
     for record in records:
         recorded_answers, is_complete = _recorded_passages(record, encoder), not record.get("truncated")
@@ -117,9 +117,8 @@ def tokenise(
 ) -> Shards:
     """Write the missing shards of `corpus` to `folder`, with `workers` processes.
 
-    source, revision: the origin of `encoder`, which the processes open again. shard, piece: characters of a shard, and
-    of what is tokenised at once. Other files in `folder` are removed.
-    Raises `UserError`.
+    encoder_source, revision: the origin of `encoder`, which the processes open again. shard, piece: characters of a
+    shard, and of what is tokenised at once. Other files in `folder` are removed. Raises `UserError`.
     """
     dtype, hasher = token_type(encoder.vocabulary), hashlib.sha256()
     identity = f"{_FORMAT} {encoder.digest} {encoder.eos}" + ("" if encoder.rows is None else f" {encoder.rows}")

@@ -317,7 +317,7 @@ class StreamedText:
         ids = tokenizer(_SPACED, add_special_tokens=False)["input_ids"]
         raw_text, clean_text = self._decode(ids), tokenizer.decode(ids, skip_special_tokens=True)
         is_unsure = tokenizer.clean_up_tokenization_spaces and tokenizer.clean_up_tokenization(raw_text) == raw_text
-        self._cleans = clean_text != raw_text or is_unsure  # unsure: no tokens give the text `_SPACED`
+        self._cleans = clean_text != raw_text or is_unsure  # is_unsure: no tokens give the text `_SPACED`
         self._before, self._end = 0, 0  # tokens[before:end] are the last piece whose end no later token changes
         self._closed = 0  # number of tokens up to the last one whose text no later token changes
         self._seen, self._waiting = 0, ""  # characters since `before` that were processed; the held-back ones

@@ -156,7 +156,7 @@ def _encode_answers(
     record: Record, answers: Sequence[_RenderedAnswer], encoded_pairs: Sequence[tuple[list[int], list[int]]],
     tokenizer: PreTrainedTokenizerBase, template: str,
 ) -> list[Document]:  # fmt: skip
-    """The documents of a record; encoded: the ids of the prompts and, by themselves, of the answers."""
+    """The documents of a record; encoded_pairs: the ids of the prompts and, by themselves, of the answers."""
     if "text" in record:
         ids, eos = prepend_bos(encoded_pairs[0][1], tokenizer), tokenizer.eos_token_id
         ids = ids if record.get("truncated") or eos is None or ids[-1:] == [eos] else [*ids, eos]
@@ -272,8 +272,8 @@ def _render_or_empty(render: Render, messages: list[Message]) -> str:
 def _cut_at_end(answer: str, continuation: str, added: tuple[str, ...], closes_answers: bool) -> str:
     """An answer up to the added token that ends it: the last that stays where the conversation goes on, else all.
 
-    continuation: the same text where another turn follows. closes: see `_closes_answers`; if false, the mark of the
-    next turn ends the answer. Two examples, whose added tokens are <end>, <eos> and <user>:
+    continuation: the same text where another turn follows. closes_answers: see `_closes_answers`; if false, the mark of
+    the next turn ends the answer. Two examples, whose added tokens are <end>, <eos> and <user>:
 
         answer                continuation          closes     result
         Hello<end><eos>       Hello<end><user>?     True       Hello<end>

@@ -115,7 +115,7 @@ def role_turns(turns: Sequence[object], role_key: str, content_key: str) -> list
 
 
 def _require_order(dialogue: Sequence[Message], first_number: int) -> None:
-    """Raise `SkipRecordError` unless each message may follow the one before; first: the number of the first turn."""
+    """Raise `SkipRecordError` unless each message may follow the one before; first_number: of the first turn."""
     before = "assistant"
     for number, message in enumerate(dialogue, first_number):
         role = message["role"]

@@ -142,7 +142,7 @@ def pack(documents: Iterable[Document], seq_len: int, max_open: int = 32) -> Ite
     Divisible documents follow each other without a gap and continue in the next row. Whole ones (at most seq_len
     tokens) go into the fullest of up to `max_open` open rows that still fits them.
     """
-    stream_row, open_rows = _OpenRow(seq_len), list[_OpenRow]()  # stream: the row of divisible documents
+    stream_row, open_rows = _OpenRow(seq_len), list[_OpenRow]()  # stream_row: of divisible documents
     for document in documents:
         if document.indivisible:
             fitting_rows = [row for row in open_rows if row.free >= len(document.ids)]
@@ -341,9 +341,9 @@ def _cached_rows(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len
 def rows_of_sources(row_counts: Sequence[int], label_counts: Sequence[int], weights: Sequence[float]) -> list[int]:
     """Rows to take from each source, so that their shares of the supervised tokens are proportional to `weights`.
 
-    available, supervised: rows of each source, and labels in them. Every row counts as its source's mean. The total is
-    as large as possible: the scarcest source is used up. Every source contributes at least one row.
-    Example: 100 and 300 rows of equal labels, weights 1 and 1: 100 rows of each.
+    row_counts, label_counts: rows of each source, and labels in them. Every row counts as its source's mean. The total
+    is as large as possible: the scarcest source is used up. Every source contributes at least one row. Example: 100 and
+    300 rows of equal labels, weights 1 and 1: 100 rows of each.
     """
     labels_per_row = [labels / rows for labels, rows in zip(label_counts, row_counts, strict=True)]
     ratios = [weight / mean for weight, mean in zip(weights, labels_per_row, strict=True)]

@@ -29,7 +29,7 @@ def run_blocks(drafter: DFlash, aux: Tensor, anchors: Tensor, tokens: Tensor) ->
     """
     context_size, block_size, cache = aux.shape[1], drafter.reading.block, SharedContext()
     positions = torch.arange(context_size, device=aux.device)  # [T]
-    rows = anchors[:, None] + torch.arange(block_size, device=aux.device)  # [A, block_ids]
+    rows = anchors[:, None] + torch.arange(block_size, device=aux.device)  # [A, block_size]
     drafter.reserve(context_size + block_size)
     drafter.store_context(drafter.features(aux), drafter.rotary(positions[None]), cache)
     block_ids = torch.cat([tokens[:, None], rows.new_full((len(rows), block_size - 1), drafter.reading.mask_token)], 1)
@@ -40,7 +40,7 @@ def run_blocks(drafter: DFlash, aux: Tensor, anchors: Tensor, tokens: Tensor) ->
 
 def _mask(positions: Tensor, block_positions: Tensor, window: int | None, causal: bool) -> Tensor:
     """Which keys a row of a block sees, bool [A, 1, block, T + block]: context positions [T] before the block's first
-    row, and rows [A, block]."""
+    row, and block_positions [A, block]."""
     context = (positions < block_positions[:, :1]).expand(len(block_positions), -1)  # [A, T]
     key_pos = torch.cat([positions.expand(len(block_positions), -1), block_positions], 1)[:, None]  # [A, 1, T + block]
     distance = key_pos - block_positions[..., None]  # [A, block, T + block]

@@ -98,7 +98,7 @@ def save_head(
 ) -> None:
     """Write `head` to directory `folder` in `dialect`, for reloading: config.json and model.safetensors.
 
-    target, target_name: config and name of its target. drafted: suggested tokens per round for a server. made_here:
+    target, target_name: config and name of its target. draft_length: suggested tokens of a round. made_here:
     False for another trainer's head, whose reading may be wrong. Raises `UserError` naming fields that `dialect` lacks.
     """
     dialects.require_expressible(head.reading, head_shapes(head.reading), dialect, target)

@@ -248,7 +248,7 @@ def _main_dtype(file: GgufFile) -> str:
 
 
 def _read_rope(file: GgufFile, head_dim: int, rotary_dims: int) -> dict[str, object]:
-    """`rope_parameters` of the config; transformers' map has only their base. head_dim, rotary: as in `_HeadSizes`.
+    """`rope_parameters` of the config; transformers' map has only their base. head_dim, rotary_dims: see `_HeadSizes`.
 
     Raises `UserError` for an unsupported scaling.
     """

@@ -176,8 +176,8 @@ class WeightFormat:
     ) -> Mapping[str, Stored]:
         """The tensors of a `file_name` of the model in `source`. path: where the file is; None: it is missing.
 
-        names, elsewhere: the tensors that the index has in this file, and in others. Raises `UserError` if the file is
-        missing or differs from the index. An index may list a tied head, which is omitted, as a separate tensor.
+        listed_names, other_names: the tensors that the index has in this file, and in others. Raises `UserError` if the
+        file is missing or differs from the index. An index may list a tied head, which is omitted, as a tensor.
         """
         if path is None:
             raise UserError(f"{source}: {file_name} is named in {self.index} but missing; fetch the checkpoint again")

@@ -93,8 +93,8 @@ def module_shapes(module: type[DraftHead], reading: HeadSizes) -> dict[str, tupl
 
 
 def open_files(option: str, source: str, head_kind: str, to_local_name: Callable[[str], str]) -> HeadFiles:
-    """The head in `source`, a directory or Hub name, given as `option`. what: "an EAGLE-3 head"; local_name: the name
-    here of a tensor in the file. Raises `UserError` if it cannot be read."""
+    """The head in `source`, a directory or Hub name, given as `option`. head_kind: "an EAGLE-3 head"; to_local_name:
+    the name here of a tensor in the file. Raises `UserError` if it cannot be read."""
     where = f"{option}={source}"
     config_path = find_file(source, CONFIG_FILE, None)
     if config_path is None:
@@ -115,7 +115,7 @@ def require_shapes(
     sizes: HeadSizes, weights: Shapes, stored: HeadFiles, to_stored_name: Callable[[str], str] = lambda name: name
 ) -> None:
     """Raise `UserError` naming tensors of `stored` that are missing, unexpected, or of another shape than in `weights`,
-    which are those of the reading. file_name: the name in the file of a tensor here."""
+    which are those of the reading. to_stored_name: the name in the file of a tensor here."""
     expected, shapes, where = dict(weights), stored.shapes, stored.where
     if sizes.draft_vocabulary < sizes.vocabulary or D2T in shapes:
         expected[D2T] = (sizes.draft_vocabulary,)

@@ -14,7 +14,7 @@ def initial_weights(
 ) -> dict[str, Tensor]:
     """Weights of `shapes`, in float32 on the target's device: a deterministic function of the arguments.
 
-    tokens [k]: the draft vocabulary; None: all. The logits' matrix and norm are initialised from the target: rows of
+    draft_ids [k]: the draft vocabulary; None: all. The logits' matrix and norm are initialised from the target: rows of
     its head, and the scale of its last norm. Other matrices preserve the magnitude of their input.
     """
     generator = torch.Generator().manual_seed(seed)

@@ -104,7 +104,7 @@ def find_head(source: str) -> HeadTensors | None:
 
 
 def _local_name(stored_name: str, local_names: Mapping[str, str]) -> str:
-    """The name here of a tensor with this `stored_name`, after the prefix. names: as in `SPELLINGS`."""
+    """The name here of a tensor with this `stored_name`, after the prefix. local_names: as in `SPELLINGS`."""
     stem, _, ending = stored_name.rpartition(".")
     return f"{local_names.get(stem, stem if stem.startswith('layers.') else LAYER + stem)}.{ending}"
 

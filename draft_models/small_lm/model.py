@@ -94,7 +94,7 @@ def load_for_engine(
 ) -> PreTrainedModel:
     """The causal LM in `source` as engines load it: a draft vocabulary is widened to the target's.
 
-    rows: size of the target's embedding, to pad it to; None: unknown. Raises `UserError` if it cannot be loaded.
+    padded_rows: size of the target's embedding, to pad it to; None: unknown. Raises `UserError` if it cannot be loaded.
     """
     config = read_config(source, role="small_lm")
     if projection_config(config) is not None:

@@ -293,8 +293,8 @@ def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
 def packed_band(document_ids: Tensor, window: int | None = None, *, band_class: type[Band] = Band) -> Band:
     """The mask of packed rows: causal, and only inside one document.
 
-    documents [B, T]: the document number of each position, −1 for padding; documents must be contiguous. Padding sees
-    padding, so that no softmax row is empty.
+    document_ids [B, T]: the document number of each position, −1 for padding; documents must be contiguous. Padding
+    sees padding, so that no softmax row is empty.
 
     On a CPU its blocks end where documents do. A GPU prefers few blocks, of all rows.
     """

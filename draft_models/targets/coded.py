@@ -91,7 +91,7 @@ def keep_codes(
 ) -> dict[str, str]:
     """Replace the linear layers and the embedding of `model` whose weights `rows_of` has. The model is on meta.
 
-    codes: name in the file → rows, or None. name_of: the model's tensors → names in the file. dtype: of activations.
+    rows_of: name in the file → rows, or None. name_of: the model's tensors → names in the file. dtype: of activations.
     Returns the part of `name_of` still to be read. A tied head gets the embedding's rows; the config is then untied.
     """
     unread_names, modules = dict(name_of), dict(model.named_modules())

@@ -72,7 +72,7 @@ def quantise_rows(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def quantise(model: nn.Module, dtype: torch.dtype, label: str) -> None:
-    """Convert a frozen `model` in place to its int8 model, which computes in `dtype`. name: its option and value.
+    """Convert a frozen `model` in place to its int8 model, which computes in `dtype`. label: its option and value.
 
     The head is quantised like the other layers, even if it is tied to the embedding: in a small model it is a fifth of
     the bytes read per token. The embedding stays in floats, since a token reads only one row of it.

@@ -69,7 +69,7 @@ def final_norm(model: PreTrainedModel) -> nn.Module:
 def empty_model(config: PreTrainedConfig, attention_impl: str | None = ATTENTION) -> PreTrainedModel:
     """The causal LM of `config` with parameters on the meta device and real buffers (rope tables).
 
-    attention: the implementation; None: transformers chooses. Raises `UserError` for a config that describes no model.
+    attention_impl: None: transformers chooses. Raises `UserError` for a config that describes no model.
     """
     try:
         with init_empty_weights(include_buffers=False), no_init_weights():  # nothing to initialise on meta
@@ -93,7 +93,7 @@ def empty_layers(config: PreTrainedConfig, layer_indices: Sequence[int]) -> PreT
 def pick_layers(model: PreTrainedModel, layer_indices: Sequence[int], memo: dict[int, object]) -> PreTrainedModel:
     """A copy of `model` with only the given layers, in that order.
 
-    copied: the memo of `copy.deepcopy` (id of a part → its replacement), which is extended.
+    memo: the memo of `copy.deepcopy` (id of a part → its replacement), which is extended.
     """
     spec, all_layers = spec_of(model), decoder_layers(model)
     memo[id(all_layers)] = nn.ModuleList()

@@ -22,7 +22,7 @@ def spread_logits(logits: Tensor, tokens: Tensor, vocab_size: int) -> Tensor:
 
 
 def widen_rows(weights: Tensor, filler_row: Tensor, tokens: Tensor, vocab_size: int) -> Tensor:
-    """rows [k, …] of `tokens` [k] → [vocabulary, …], with `filler_row` […] for every other token.
+    """weights [k, …] of `tokens` [k] → [vocabulary, …], with `filler_row` […] for every other token.
 
     For a head, give the mean of the rows: its logit is the mean of the draft tokens' logits, so never the largest.
     """

@@ -42,7 +42,7 @@ class NotByLayersError(UserError):
 def prove_weights(model: PreTrainedModel, layer_indices: Sequence[int], reference: PreTrainedModel, label: str) -> None:
     """Raise `UserError` unless every tensor of `model` has the type and the bits that it has in `reference`.
 
-    layers: the target's layers in `model`. reference: the target as transformers loads it, or its first layers.
+    layer_indices: the target's layers in `model`. reference: the target as transformers loads it, or its first layers.
     """
     expected_tensors = reference.state_dict()
     layer_pattern = re.compile(rf"(?<={re.escape(model_files.spec_of(model).layers)}\.)\d+")
@@ -231,8 +231,8 @@ def _path_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
 def _logit_gap(target: Target, ref_logits: Tensor, ids: Tensor) -> tuple[float, str]:
     """The largest difference of the logits of `target.rows` from the `ref_logits` ones over all tokens, and its place.
 
-    expected [length + 4, V]: see `_path_logits`. A root and its two children are fed in one pass after the prompt. Then
-    the first child is dropped, and a token is fed after the second child:
+    ref_logits [length + 4, V]: see `_path_logits`. A root and its two children are fed in one pass after the prompt.
+    Then the first child is dropped, and a token is fed after the second child:
 
         prompt ─ root ┬ dropped
                       └ kept ─ follower

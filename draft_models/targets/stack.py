@@ -258,7 +258,7 @@ class LayerStack(nn.Module):
         return self.run(hidden, first_layer, end_layer, rotary, masks, cache), aux_hidden
 
     def packed_masks(self, document_ids: Tensor) -> Masks:
-        """Masks of packed rows for `run`, by window size; documents [B, T] as in `data_prep.text.rows`."""
+        """Masks of packed rows for `run`, by window size; document_ids [B, T] as in `data_prep.text.rows`."""
         return {window: packed_band(document_ids, window) for window in set(self.windows)}
 
     def cache(self, capacity: int) -> RowCache:

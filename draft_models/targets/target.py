@@ -44,8 +44,8 @@ class Band:
     Attention materialises one block of queries after another. Example: the documents "a b c" and "d e" in one row are
     first_keys = [0, 0, 0, 3, 3] and, on a CPU, the blocks (0, 3, 0, 3, 3) and (3, 5, 3, 5, 5).
 
-    first_keys: int64 [B or 1, T], ascending. blocks: those of each row, or one entry for all rows. front: the number of
-    further keys before all these, which all queries see: the layers of an EAGLE-3 head add one.
+    first_keys: int64 [B or 1, T], ascending. blocks: those of each row, or one entry for all rows. extra_keys: the
+    number of further keys before all these, which all queries see: the layers of an EAGLE-3 head add one.
     """
 
     BLOCK: ClassVar[int] = 512  # queries per materialised block, at most

@@ -51,7 +51,7 @@ class UnusableTextError(UserError):
 def vocabulary_digest(vocab: Mapping[str, int]) -> str:
     """sha256 over the pieces by id: equal if and only if a table's ids mean the same to a tokenizer.
 
-    pieces: `tokenizer.get_vocab()`; a SentencePiece model and the Hugging Face tokenizer made from it agree.
+    vocab: `tokenizer.get_vocab()`; a SentencePiece model and the Hugging Face tokenizer made from it agree.
     """
     pieces_by_id = sorted((token_id, piece) for piece, token_id in vocab.items())
     return hashlib.sha256(json.dumps(pieces_by_id).encode()).hexdigest()

@@ -261,7 +261,7 @@ def measure_excess(config: SamplingConfig, scores: Tensor, tokens: Tensor, noise
 
 
 def _deviation(row_count: int, gaps: Tensor, stock_misses: int) -> lossless.Deviation:
-    """A server shows no keys and values, so only its choices are judged. stock_gaps: transformers' other choices."""
+    """A server shows no keys and values, so only its choices are judged. stock_misses: transformers' other choices."""
     return lossless.Deviation(
         row_count, bulk=(0.0,), peak=0.0, peak_row=0, peak_position=0, gaps=tuple(gaps.tolist()), own_gaps=stock_misses
     )
@@ -297,7 +297,7 @@ def judge_arm(arm: AuditArm, answers_by_line: Mapping[int, ServedAnswer], signif
 def write_page(
     question: str, arms: Mapping[str, Finding], needed: Mapping[str, int | None], tokenizer: PreTrainedTokenizerBase
 ) -> str:
-    """The page on the findings by arm. counts: by fault, the number of sampled tokens that reveal it."""
+    """The page on the findings by arm. needed: by fault, the number of sampled tokens that reveal it."""
 
     def label(token_id: int) -> str:
         return f"{token_id} {tokenizer.decode([token_id])!r}".replace("|", "\\|")

@@ -78,7 +78,7 @@ def draws_of(
 ) -> tuple[Draws, dict[str, Draws]]:
     """The tokens [n] as draws from log_p float64 [n, V]; with `simulate` also draws of servers with a fault, by fault.
 
-    rounded [n, V]: log_p in the server's precision. Inside, columns are in the order of likelihood.
+    rounded_log_p [n, V]: log_p in the server's precision. Inside, columns are in the order of likelihood.
     """
     cdf_by_id = log_p.exp().cumsum(-1)  # [n, V]: the probability of an id that is not larger
     log_p, ids_by_rank = log_p.sort(-1, descending=True)
@@ -129,7 +129,7 @@ def _faults(p: Tensor) -> dict[str, Tensor]:
 
 
 def p_values(draws: Draws, first_token_rows: Sequence[int] = ()) -> dict[str, float]:
-    """By test, a bound on the probability of draws as unusual as these. first_rows: of the answers' first tokens."""
+    """By test, a bound on the probability of draws as unusual as these. first_token_rows: of each answer."""
     n, sorted_u = len(draws.u), draws.u.sort(0).values  # [n, 2]
     ecdf_steps, centred_u = (torch.arange(n + 1) / n)[:, None], draws.u - 0.5
     max_distance = float(torch.maximum(ecdf_steps[1:] - sorted_u, sorted_u - ecdf_steps[:-1]).max())
@@ -148,7 +148,7 @@ def p_values(draws: Draws, first_token_rows: Sequence[int] = ()) -> dict[str, fl
 
 
 def combine_u(first_u: Tensor) -> float:
-    """The probability of first tokens as unlikely as those with u [answers] by likelihood."""
+    """The probability of first tokens as unlikely as those with first_u [answers] by likelihood."""
     fisher_sum = -(1 - first_u).clamp(min=torch.finfo(first_u.dtype).eps).log().sum()
     return float(torch.special.gammaincc(fisher_sum.new_tensor(len(first_u)), fisher_sum)) if len(first_u) else 1.0
 

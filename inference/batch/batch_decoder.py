@@ -65,8 +65,8 @@ class Generator:
     def answer(self, prompts: Sequence[Sequence[int]], uniform_draws: Sequence[Tensor]) -> list[Answer]:
         """Continue each prompt (at least one token).
 
-        draws: uniform numbers in [0, 1), one per token it may emit. A single prompt that is too large for the device's
-        memory fails alone. A padded batch that is too large is halved, as are all later batches.
+        uniform_draws: uniform numbers in [0, 1), one per token it may emit. A single prompt that is too large for the
+        device's memory fails alone. A padded batch that is too large is halved, as are all later batches.
         """
         if self._forward is None:
             answers = [Answer()] * len(prompts)
@@ -198,7 +198,7 @@ class _Continuation(TokenSelector):
         return not (has_ended or self.is_late) and len(self.tokens) < len(self.numbers)
 
     def take(self, token: int, top_tensors: list[Tensor]) -> None:
-        """Add a token. top: `Generator.top_of` the logits [1, V] before it."""
+        """Add a token. top_tensors: `Generator.top_of` the logits [1, V] before it."""
         self.tokens.append(token)
         self._top.append(top_tensors)
 

@@ -74,7 +74,7 @@ def _plan(config: GenerateConfig) -> str:
 
 
 def memory_of(config: GenerateConfig, target: OpenTarget, max_text_tokens: int) -> list[Memory]:
-    """The memory of one device, or with device_map of all GPUs together. longest: tokens of the longest text."""
+    """The memory of one device, or with device_map of all GPUs together. max_text_tokens: of the longest text."""
     if config.server:
         return []
     storage = Storage.of(config.dtype, target.config, max_text_tokens, device := planned_device())
@@ -155,7 +155,7 @@ def generate(
 
 
 def _write_summary(folder: Path, todo: Todo, token_rate: float) -> None:
-    """Write and print the counts over all shards. rate: tokens per second of this process."""
+    """Write and print the counts over all shards. token_rate: tokens per second of this process."""
     summary: directory.Facts = {**todo.counts, **directory.summarise(folder)}
     write_json(folder / directory.SUMMARY_FILE, summary)
     flat_counts = {**summary, **{f"skipped_{reason}": count for reason, count in summary["skipped_by_reason"].items()}}

@@ -52,8 +52,8 @@ def likeliest_children(
 def ancestor_mask(
     ancestor_bits: Sequence[int], past: int, column_count: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
-    """The additive ancestor mask [1, 1, n, past + columns]: row i sees the first `past` columns and those later ones
-    whose bit is set in ancestors[i]. None if no engine builds it in one step."""
+    """The additive ancestor mask [1, 1, n, past + column_count]: row i sees the first `past` columns and those later
+    ones whose bit is set in ancestor_bits[i]. None if no engine builds it in one step."""
     mask: Tensor | None = _faster("ancestor_mask", device, ancestor_bits, past, column_count, dtype)
     return mask
 

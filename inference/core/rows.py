@@ -106,7 +106,7 @@ class RoundRows:
 
 
 def unpack(ancestor_bits: Sequence[int], column_count: int) -> np.ndarray:
-    """bool [rows, columns]: bit j of ancestors[i]. Bits from `column_count` on must be 0."""
+    """bool [rows, column_count]: bit j of ancestor_bits[i]. Bits from `column_count` on must be 0."""
     row_bytes = -(-column_count // 8)
     packed = np.frombuffer(b"".join(bits.to_bytes(row_bytes, "little") for bits in ancestor_bits), dtype=np.uint8)
     bits = np.unpackbits(packed.reshape(len(ancestor_bits), row_bytes), axis=1, count=column_count, bitorder="little")

@@ -70,7 +70,7 @@ class StopStrings:
     def shown_end(self, text: Sequence[int], new_count: int) -> str:
         """The end of the shown text that is, or may begin, a stop string; with what the last token has after it.
 
-        text: as for `first_end`. new: the number of all new tokens; only they are shown, without special tokens.
+        text: as for `first_end`. new_count: the number of all new tokens; only they are shown, without special tokens.
         Examples with the stop string "END" and a text of new tokens:
 
             "a" " E"          "E", which may begin a stop string

@@ -25,7 +25,7 @@ def eager_session(
 ) -> Session:
     """A session whose passes run eagerly.
 
-    split, together: as in `TargetSession`; ignored for a target that runs as a whole.
+    split, run_jointly: as in `TargetSession`; ignored for a target that runs as a whole.
     """
     if target.layered is None:
         return WholeSession(target, capacity, context)

@@ -236,7 +236,7 @@ def verify_block(tokens: Sequence[int], q: Mapping[int, Rows], p: Rows, chance: 
 def verify_greedy(tokens: Sequence[int], parents: Sequence[int], argmax_ids: Sequence[int]) -> tuple[list[int], int]:
     """Greedy verification: walk down while the target's own choice is among the children.
 
-    tokens, parents [n]: the draft tree; choices [n + 1]: the target's argmax after the root and after each
+    tokens, parents [n]: the draft tree; argmax_ids [n + 1]: the target's argmax after the root and after each
     node. Returns (accepted nodes in order, the next token), the next token being the target's choice after
     the last accepted node. The emitted text is exactly the target's greedy text.
     """

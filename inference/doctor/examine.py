@@ -37,7 +37,7 @@ def examine(
 ) -> dict[str, Findings]:
     """The findings on each kind of drafter; kinds that are not examined are left out.
 
-    rendered: the ids of every prompt's first turn.
+    prompt_ids: the ids of every prompt's first turn.
     """
     if config.doctor and (lost_warning := lost_head(setup.target.source, setup.target.config)):
         warn(f"target={setup.target.source}: {lost_warning}")

@@ -44,7 +44,7 @@ class ReadingScores:
     name: how the reading differs from the declared one. option: selects the reading; "": no option does. meaning: what
     is wrong with the drafter if this reading is better. agreement: over steps and positions. agree, finite: by draft
     step, the share of positions with the target's token, and with finite logits. chance: the p-value of the lead over
-    the declared reading; None for the declared reading. wins: whether it is better.
+    the declared reading; None for the declared reading. is_better: whether it is better.
     """
 
     name: str

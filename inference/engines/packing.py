@@ -101,7 +101,7 @@ LAYOUTS: dict[str, Callable[[Linear], nn.Module]] = {
 def pack_linears(module: nn.Module, pick_layout: Choose = lambda _: "blocked") -> None:
     """Replace `nn.Linear`s and `Int8Linear`s inside `module` by layers with another layout, for inference.
 
-    choose: layers of one shape → the name of one of the `LAYOUTS`. The plain weights of replaced layers are freed.
+    pick_layout: layers of one shape → the name of one of the `LAYOUTS`. The plain weights of replaced layers are freed.
     Another module that shares a submodule gets its new layers too.
     """
     # Subclasses have another forward: a router of experts returns their choice.
@@ -183,7 +183,7 @@ def find_fastest_layout(
 ) -> str:
     """Measure which of `layout_names` is fastest for layers of one shape, over passes of `TIMED_ROWS` rows.
 
-    layouts: names of `LAYOUTS`. small: layers of fewer bytes of weights are not measured.
+    layout_names: names of `LAYOUTS`. small: layers of fewer bytes of weights are not measured.
 
     Layouts are timed in turn over as many of the layers as exceed the caches. If there are fewer, copies are added, up
     to `FEWEST` in total. So no weight is in a cache, as in decoding. The mean of the logarithms decides. This takes at

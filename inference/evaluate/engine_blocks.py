@@ -151,8 +151,8 @@ def _measure_block(
     """Measure one block, by both arms in random order.
 
     Before its first block at a concurrency an arm warms up: it continues the same prompts by a few tokens. arms: by
-    name, the engine and the length of its drafts, 0 for plain decoding. shared: the request's fields that all blocks
-    have.
+    name, the engine and the length of its drafts, 0 for plain decoding. shared_fields: the request's fields that all
+    blocks have.
     """
     concurrency, prompts = key.concurrency, [prompt_tokens[prompt_index] for prompt_index in key.positions]
     block_streams = streams.within(key.method, concurrency, key.repeat)
@@ -197,7 +197,7 @@ def _open_engine(
 ) -> AbstractContextManager[Arm | None]:
     """An engine, with the drafter of `method` if it is given. None: there is no second server, which does not draft.
 
-    longest: tokens of the longest text. folder, name: where the engine's log and the drafter are.
+    max_tokens: tokens of the longest text. engine_dir, name: where the engine's log and the drafter are.
     """
     if config.engine not in MODULES:
         url_option, length = ("engine_plain", 0) if method is None else ("engine", draft_length(method))

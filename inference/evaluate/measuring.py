@@ -193,7 +193,7 @@ def measure_in_time(plan: EvaluationPlan, queue: Queue, measure_next: Callable[[
 
 
 def _overtime(plan: EvaluationPlan, queue: Queue, group_count: int) -> str:
-    """How many of the required prompts are done after the time is over. count: the groups done by this process."""
+    """How many of the required prompts are done after the time is over. group_count: groups done by this process."""
     required_count, group_size = queue.finished + len(queue.required), plan.config.batch
     finished_count = min(required_count, queue.finished + group_count * plan.processes.num_processes)
     progress_text = f"{group_size * finished_count} of at least {group_size * required_count} prompts"

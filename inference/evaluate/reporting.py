@@ -33,7 +33,7 @@ class EnginePart:
 def judge_results(
     plan: EvaluationPlan, prepared: Prepared, engine_parts: Mapping[str, EnginePart]
 ) -> tuple[list[MethodReport], list[PromptResult]]:
-    """The reports of all methods, and the results of all turns in `plan.out_dir`, their source. engine: by method."""
+    """The reports of all methods, and the results of all turns in `plan.out_dir`. engine_parts: by method."""
     config = plan.config
     measured = finished_results(plan.out_dir, config.batch)
     results = [result for prompt in measured for result in prompt.turns]
@@ -84,7 +84,7 @@ def write_report(
 ) -> list[str]:
     """Judge and write, on the main process; returns the methods that were not lossless (see `wrong_methods`).
 
-    command: the words that run this command again.
+    command_words: the words that run this command again.
     """
 
     def judge_and_write() -> list[str]:

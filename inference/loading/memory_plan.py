@@ -85,7 +85,7 @@ def pass_bytes(config: PreTrainedConfig, storage: Storage) -> int:
 def target_memory(
     target_config: PreTrainedConfig, storage: Storage, layer_count: int | None = None, int8: str = ""
 ) -> list[Memory]:
-    """The target's weights. layers: only so many first ones are read, with embedding and head; None: all.
+    """The target's weights. layer_count: only so many first ones are read, with embedding and head; None: all.
 
     int8: the model's name in errors, if it is held as int8 codes. Raises `UserError` for one that int8 cannot hold.
     """
@@ -137,7 +137,7 @@ def evaluation_memory(config: EvaluateConfig, target: OpenTarget, max_positions:
     """The memory of each device in an evaluation: both targets and the drafters. Raises `UserError`.
 
     The runtime stores an int8 model's codes in the fastest layout, which may be floats: this is an upper bound.
-    positions: of the longest text; None: the target's context.
+    max_positions: of the longest text; None: the target's context.
     """
     device, hf_config = planned_device(config.device), target.config
     storage = Storage.of(config.dtype, hf_config, min(context_limit(hf_config), max_positions or UNLIMITED), device)

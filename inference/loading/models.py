@@ -40,7 +40,7 @@ def load_models(
 ) -> Models:
     """Load the target, and prepare it and its drafters for decoding.
 
-    products: the CPU kernels to use; None: the fastest ones, measured now. Raises `UserError` for unavailable ones.
+    kernel_choices: the CPU kernels; None: the fastest ones, measured now. Raises `UserError` for unavailable ones.
     """
     reference = load_reference(setup.target, setup.dtype, setup.device, int8=setup.int8)
     stack = load_stack(setup.target, reference, setup.dtype, setup.device, by_layers=config.by_layers, int8=setup.int8)

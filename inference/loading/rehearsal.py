@@ -86,7 +86,7 @@ def rehearse(run: Callable[[Run], object], config: Run, typed_keys: Collection[s
 def shrink(config: Config, folder: Path, model_dir: Path | None = None) -> Config:
     """`config` at almost no cost: small numbers, no network, a few rows of text.
 
-    models: the folder that `save_tiny_models` wrote; its models replace all others. None: `config` is a step of the
+    model_dir: the folder that `save_tiny_models` wrote; its models replace all others. None: `config` is a step of the
     pipeline in `folder`. Then the target and the pipeline's own models and texts stay. Other drafters are removed, with
     the methods that need them.
     """

@@ -278,7 +278,7 @@ def measure_deviations(
 ) -> list[dict[str, Deviation]]:
     """The deviations of this runtime's arms on the reference text of each result, by name (see `lossless`).
 
-    stock: the target as transformers runs it; streams, batch: those of the results' generations.
+    hf_model: the target as transformers runs it; streams, batch: those of the results' generations.
     """
     references = [make_reference(hf_model, r.prompt, r.generations[r.reference].tokens) for r in results]
     selectors: list[Forced] = []

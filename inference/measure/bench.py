@@ -44,7 +44,7 @@ JUDGED_PROMPTS = 12
 def prepare_methods(
     config: EvaluateConfig, setup: TargetSetup, models: Models, prompt: Sequence[int], max_positions: int
 ) -> Prepared:
-    """The methods of `config`, with "auto" sizes measured on `prompt`. positions: the length of the longest text."""
+    """The methods of `config`, with "auto" sizes measured on `prompt`. max_positions: of the longest text."""
     stack = models.stack
     drafter_models = [KINDS[name].load_plugin().causal_lms(model) for name, model in models.drafters.items()]
     kernels = models.runtime.choose_kernels([stack, *itertools.chain.from_iterable(drafter_models)], max_positions)

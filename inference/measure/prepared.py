@@ -53,7 +53,7 @@ def render(setup: TargetSetup, prompt: Prompt, texts: Sequence[str], ids: Sequen
 def longest_text(turn_ids: Sequence[Sequence[Sequence[int]]], max_new_tokens: int, context: int) -> int:
     """The expected length in tokens of the run's longest text, so that buffers are allocated once.
 
-    turns: for every prompt the ids of its turns, each rendered alone with its template. A conversation may still be
+    turn_ids: for every prompt the ids of its turns, each rendered alone with its template. A conversation may still be
     longer, as an answer may have more tokens when it is tokenised again.
     """
     longest = max(sum(len(ids) + max_new_tokens for ids in prompt_turns) for prompt_turns in turn_ids)

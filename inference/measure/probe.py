@@ -81,7 +81,7 @@ def tune(
     """`methods` ready to run, and the `Tuning` of those with "auto" sizes, measured by decoding after `prompt`.
 
     An OPT-Tree with a null δ and a given depth gets δ = μ = seconds of a draft step / seconds of a decoding step.
-    text: of the arms; None: greedy. No text ends early here. clock: one that synchronises with the device.
+    settings: of the arms; None: greedy. No text ends early here. clock: one that synchronises with the device.
     """
     ready_methods, tunings = dict(methods), {}
     for name, method in methods.items():
@@ -259,10 +259,10 @@ class _ProbeStructure(Structure):
         self.laps += laps[self._one_pass :]
         return tree
 
-    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+    def observe(self, tree: DraftTree, accepted_nodes: Sequence[int]) -> None:
         if not len(tree):
             return
-        for index, tried_count, right_count in self._active.trials(tree, accepted):
+        for index, tried_count, right_count in self._active.trials(tree, accepted_nodes):
             self.tried[index] += tried_count
             self.right[index] += right_count
         self._turn += 1

@@ -129,11 +129,11 @@ def expect_speedup(
 ) -> MedianInterval:
     """The speed-up over plain decoding that replayed rounds would have in the engine: median over texts, 95 % interval.
 
-    The interval has the choice of texts and of turns. Drafting takes the seconds that it took in the replay. drafted:
-    seconds of a token of an engine that runs the drafter alone, of each turn. The engine's work for a request is in
-    them too, so drafting takes at most them, down to the seconds of the replay if these are fewer. units: of each text,
-    the conversation that it is of; its texts are drawn together. in_one_pass: a whole draft takes the seconds of a
-    token.
+    The interval has the choice of texts and of turns. Drafting takes the seconds that it took in the replay.
+    drafter_seconds: seconds of a token of an engine that runs the drafter alone, of each turn. The engine's work for a
+    request is in them too, so drafting takes at most them, down to the seconds of the replay if these are fewer. units:
+    of each text, the conversation that it is of; its texts are drawn together. in_one_pass: a whole draft takes the
+    seconds of a token.
     """
     indices = [index for index, generation in enumerate(generations) if generation.rounds]
     if not indices:

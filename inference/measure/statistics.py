@@ -197,7 +197,7 @@ class MedianInterval:
         return self.ci95 if self.prompts >= MIN_PROMPTS else None
 
     def __format__(self, format_spec: str) -> str:
-        """As text. form: "interval"; "times", the median alone; "ms", in thousandths."""
+        """As text. format_spec: "interval"; "times", the median alone; "ms", in thousandths."""
         if self.median is None:
             return "–"
         factor, digits, unit = (1000, 1, "") if format_spec == "ms" else (1, 2, "×")
@@ -326,7 +326,7 @@ MARGIN = 0.02
 def judge_speed(speedup: MedianInterval, busy_reason: str | None = None) -> str:
     """ "faster" or "slower" if the whole interval is beyond 1 by more than `MARGIN`, else "undecided".
 
-    busy: why speeds of that run are unreliable (see `judge_load`).
+    busy_reason: why speeds of that run are unreliable (see `judge_load`).
     """
     if busy_reason or speedup.ci95 is None or speedup.prompts < MIN_PROMPTS:
         return "undecided"

@@ -107,7 +107,7 @@ def digests(identity: Mapping[str, object]) -> dict[str, str]:
 
 
 def find_overlaps(training_texts: Mapping[str, TrainingText], prompts: Sequence[Prompt]) -> dict[str, Overlap]:
-    """By kind of drafter, the overlap of prompts and training text. texts: by kind."""
+    """By kind of drafter, the overlap of prompts and training text. training_texts: by kind."""
     overlap_by_kind: dict[str, Overlap] = {}
     overlap_by_text: dict[str, Overlap] = {}
     for kind, training_text in training_texts.items():
@@ -118,7 +118,7 @@ def find_overlaps(training_texts: Mapping[str, TrainingText], prompts: Sequence[
 
 
 def origin_of(config: EvaluateConfig, training_texts: Mapping[str, TrainingText], prompts: Sequence[Prompt]) -> str:
-    """A sentence on prompts of the kind that drafters are trained on; "" for others. texts: by kind of drafter."""
+    """A sentence on prompts of the kind that drafters are trained on; "" for others. training_texts: by kind."""
     categories, path = {prompt.category for prompt in prompts}, Path(str(config.prompts))
     is_heldout = path.name == "heldout.jsonl" and path.with_name("prompts.json").exists()
     is_heldout |= categories == {"python_stdlib"} and "python_stdlib" in str(training_texts)

@@ -27,7 +27,7 @@ OWN_RUN = "the target's own run differs: plain decoding here gives other texts t
 
 
 def write_repeat_command(args: Sequence[str], out_dir: Path, command: Sequence[str] = ("evaluate-checkpoint",)) -> str:
-    """The command that repeats the measurement in a new directory. words: the options of the first run."""
+    """The command that repeats the measurement in a new directory. args: the options of the first run."""
     word_by_option = {
         word.partition("=")[0]: word for word in [*args, write_option("out_dir", f"{out_dir}-again"), "resume=false"]
     }

@@ -178,7 +178,7 @@ def _compare_depths(
 ) -> tuple[DepthShare, ...]:
     """By depth: the share of rounds accepted so far there and here, and the interval of the difference over units.
 
-    there, here [n, 1 + depth]: see `_depths`. units: of resampling, one for each of n. tolerance: a difference up to
+    served, local [n, 1 + depth]: see `_depths`. units: of resampling, one for each of n. tolerance: a difference up to
     this and `LARGEST_DIFFERENCE` together is not reported.
     """
     row_of_unit = {unit: row for row, unit in enumerate(dict.fromkeys(units))}

@@ -52,7 +52,7 @@ def write_reports(
     """Write report.json, report.md, report.html, the plots and generations.jsonl to `out_dir`, each atomically.
 
     report.json is the report itself for one method, {"reports": [...]} for several. `texts` maps (prompt id,
-    arm) to the decoded continuation. page: makes report.html of the plots (see `inference.report.page`).
+    arm) to the decoded continuation. make_page: makes report.html of the plots (see `inference.report.page`).
     """
     require_writable(out_dir)
     json_lines = [

@@ -45,7 +45,7 @@ class EngineProcess:
     ) -> tuple[tuple[Generation, ...], float]:
         """A generation for each prompt, and the seconds of all together.
 
-        request: its max_new_tokens, eos, sampling, seeds and concurrency. drafted: tokens of a draft; 0 for plain
+        request: its max_new_tokens, eos, sampling, seeds and concurrency. n_draft: tokens of a draft; 0 for plain
         decoding. Raises `UserError` if a prompt gets no token.
         """
         answer = self._ask({**request, "prompts": prompts})
@@ -77,8 +77,8 @@ def start_engine(
 ) -> Iterator[EngineProcess]:
     """An engine while the context lasts; afterwards no process of it is left.
 
-    python: of the engine's environment. job: the engine's name and options, target and drafter, as `worker` reads them.
-    log: what the engine prints. Raises `UserError` with its last words if the process ends.
+    python_path: of the engine's environment. job: the engine's name and options, target and drafter, as `worker` reads
+    them. log_file: what the engine prints. Raises `UserError` with its last words if the process ends.
     """
     with open(log_file, "wb") as log_stream:
         process = subprocess.Popen(
@@ -96,7 +96,7 @@ def start_engine(
 
 
 def to_generation(step_tokens: Sequence[Sequence[int]], step_times: Sequence[float], draft_len: int) -> Generation:
-    """The engine's output by steps; every step after the first is a round. times: of the begin and of each step."""
+    """The engine's output by steps; every step after the first is a round. step_times: of begin and steps."""
     (first_tokens, *round_tokens), (start_time, prefill_end, *step_times) = step_tokens, step_times
     round_seconds = [end - start for start, end in zip([prefill_end, *step_times], step_times, strict=False)]
     rounds = tuple(

@@ -131,7 +131,7 @@ class NgramProposer:
     def _assign_texts(self, ids: dict[int, np.ndarray], token_counts: Sequence[int]) -> None:
         """Assign a text to each slot in `ids`: the slot's last one if it continues, else a moved one, else a new one.
 
-        fresh: the ids of each slot's text now. counts: the tokens of this step, by slot.
+        ids: the ids of each slot's text now. token_counts: the tokens of this step, by slot.
         """
         prior = self._texts
         self._texts = {slot: prior.pop(slot) for slot in ids if slot in prior and prior[slot].begins(ids[slot])}

@@ -98,7 +98,7 @@ class StopConfig(Settings):
         return THRESHOLDS[self.rule] if self.threshold is None else self.threshold
 
     def longest(self, level_count: int | None = None) -> int:
-        """The most tokens of a chain, or levels of a tree. levels: of the structure; `max_draft` replaces them."""
+        """The most tokens of a chain, or levels of a tree. level_count: of the structure; `max_draft` replaces them."""
         if self.max_draft is None and level_count is not None:
             return level_count
         if self.max_draft == AUTO or (self.max_draft is None and self.by_costs):

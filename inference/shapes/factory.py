@@ -30,8 +30,8 @@ def make_structure(
 ) -> Structure:
     """A new structure of `method`.
 
-    streams: the generation's; the draft and the stop rule use one each. drawn: sample the draft from q, else take the
-    most likely tokens. head: for stop.rule=calibrated. tuning: for sizes that are "auto" (see
+    streams: the generation's; the draft and the stop rule use one each. is_sampled: sample the draft from q, else take
+    the most likely tokens. head: for stop.rule=calibrated. tuning: for sizes that are "auto" (see
     `inference.measure.probe`).
     """
     settings = method.structure

@@ -124,7 +124,7 @@ class _Level:
     fed: int = 0  # how many nodes were fed
 
     def frontier(self, rows_above: Sequence[int], width: int) -> _Frontier:
-        """The first `width` nodes. rows: of the level above."""
+        """The first `width` nodes. rows_above: of the level above."""
         parent_rows = [rows_above[parent] for parent in self.parents[:width]]
         return _Frontier(self.tokens[:width], parent_rows, self.host_path_probs[:width], self.path_probs[:width])
 

@@ -289,7 +289,7 @@ def _add_children(
     """Add a child for every different token that was drawn at a node; returns the tokens of the new nodes.
 
     drawn: the draws at each of `nodes`, −1 for none. parents: of the tree's nodes so far, to which those of the new
-    nodes are appended. draws: receives the child that each draw hit (see `DraftTree`).
+    nodes are appended. draws_by_node: receives the child that each draw hit (see `DraftTree`).
     """
     tokens: list[int] = []
     for parent, node_draws in zip(nodes, drawn, strict=True):

@@ -52,8 +52,8 @@ class Structure(ABC):
     def stops(self, depth: int, tokens: Tensor, logits: Tensor, source: Source, logits_row: int = 0) -> bool:
         """Whether the rule ends the draft after a level of depth `depth`.
 
-        tokens: of the level, which its first node represents. logits [n, V]: after the rows just fed. row: the one of
-        these rows that predicted the first node (see `Step`).
+        tokens: of the level, which its first node represents. logits [n, V]: after the rows just fed. logits_row: the
+        one of these rows that predicted the first node (see `Step`).
         """
         return self.rule.stop(Step(depth, tokens[:1], logits[logits_row : logits_row + 1], source, logits_row))
 

@@ -179,8 +179,8 @@ class Graph(Tree):
     ) -> list[int]:
         """The nodes of a level that get children; τ-redundant ones are merged instead (see `grow`).
 
-        level: each node, and the largest q among its siblings. first_nodes: the first extended node by τ-gram, to which
-        those of this level are added.
+        nodes_with_max: each node, and the largest q among its siblings. node_by_gram: the first extended node by
+        τ-gram, to which those of this level are added.
         """
         settings, extended_nodes = self.settings, list[int]()
         for node, sibling_max in nodes_with_max:
@@ -206,8 +206,8 @@ def _add_children(
 ) -> list[tuple[int, float]]:
     """Add the children of `fed_nodes`, a level; returns each child, and the largest q among its siblings.
 
-    lines: for each node, k values of q, descending, and their k tokens. A level that exceeds the budget keeps its nodes
-    with the largest p̂.
+    top_rows: for each node, k values of q, descending, and their k tokens. A level that exceeds the budget keeps its
+    nodes with the largest p̂.
     """
     candidates = []  # (p̂, parent, token, q, sibling_max)
     for parent, top_row in zip(fed_nodes, top_rows, strict=True):

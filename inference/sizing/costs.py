@@ -185,8 +185,8 @@ class Allowance:
     def observe(self, rows_per_pass: list[int], submit_count: int, emit_count: int) -> None:
         """Learn from a round.
 
-        fed: rows of each drafter pass, empty if drafting was skipped; submitted: drafted tokens that were verified;
-        emitted: tokens that the round produced.
+        rows_per_pass: rows of each drafter pass, empty if drafting was skipped; submit_count: drafted tokens that were
+        verified; emit_count: tokens that the round produced.
         """
         text_count, time_ratio = self.sharing()[0], self._seconds(rows_per_pass, submit_count) if rows_per_pass else 1.0
         decay = 1 - 1 / (MEMORY * text_count)

@@ -92,7 +92,7 @@ def branch_probs(parents: np.ndarray, node_path_probs: np.ndarray) -> list[float
 
 
 def worths_of(parents: np.ndarray, path_probs: np.ndarray, band_reliability: Sequence[float]) -> list[float]:
-    """The expected accepted tokens of each node. trust: by band of q, how often a token is right for each q of it."""
+    """The expected accepted tokens of each node. band_reliability: by band of q, P(right) / q."""
     worths: list[float] = []
     for parent, q in zip(parents.tolist(), branch_probs(parents, path_probs), strict=True):
         parent_worth = worths[parent] if parent >= 0 else 1.0

@@ -110,8 +110,8 @@ class Evidence:
 def best_prefix(worths: Iterable[float], round_seconds: Iterable[float], best_rate: float = 0.0) -> tuple[int, float]:
     """How many of the tokens to submit for the most tokens per second, and that rate.
 
-    worths: of each token, the expected accepted ones. seconds: of rounds that submit 1, 2, … tokens. rate: the tokens
-    per second to exceed, else none is submitted.
+    worths: of each token, the expected accepted ones. round_seconds: of rounds that submit 1, 2, … tokens. best_rate:
+    the tokens per second to exceed, else none is submitted.
     """
     best_count, expected_tokens = 0, 1.0
     for token_count, (worth, duration) in enumerate(zip(worths, round_seconds, strict=False), start=1):

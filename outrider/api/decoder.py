@@ -387,7 +387,7 @@ class Decoder:
             self._tuning = tuning.of_all(functools.partial(self._worker.batch.sharing, self.stack))
 
     def _pieces(self, rounds: Iterator[Round], prompt_len: int) -> Generator[str, None, GenerationCounts]:
-        """The text of `rounds` in pieces, then its counts. prompt: the number of its tokens."""
+        """The text of `rounds` in pieces, then its counts. prompt_len: the number of its tokens."""
         streamed_text, passes = StreamedText(self.tokenizer, self.ends), -1  # the prefill decides the first token
         for decoded_round in rounds:
             passes += 1

@@ -58,7 +58,7 @@ def only_run(folder: Path, what: str) -> Iterator[None]:
 
 
 def require_free(folder: Path, file_patterns: Sequence[str], resume: bool) -> None:
-    """Raise `UserError` if resume is off and `folder` has a file of an earlier run. run_files: their patterns."""
+    """Raise `UserError` if resume is off and `folder` has a file of an earlier run. file_patterns: their patterns."""
     names = sorted(path.name for pattern in file_patterns for path in folder.glob(pattern))
     if names and not resume:
         raise UserError(
@@ -166,7 +166,7 @@ def check_identity(old_identity: object, identity: Mapping[str, object], record_
 def is_finished(record_file: Path, identity: Mapping[str, object], resume: bool) -> bool:
     """Whether a run with this `identity` has finished.
 
-    record: the JSON file that a run writes last, whose "made_of" is its identity.
+    record_file: the JSON file that a run writes last, whose "made_of" is its identity.
 
     Raises `UserError` if a run with another identity has finished, or if one has and `resume` is off.
     """

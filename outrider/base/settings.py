@@ -205,14 +205,14 @@ class Settings:
         conditions = [condition for rule in metadata if isinstance(rule, Only) for condition in rule.options]
         return [option for option, values in conditions if getattr(self, option) not in values]
 
-    def require_paths(self, is_checked: Callable[[str], bool], key_prefix: str = "") -> None:
+    def require_paths(self, is_checked: Callable[[str], bool], prefix: str = "") -> None:
         """Raise `UserError` for the first `InputPath` at which there is nothing, or something that does not suit.
 
-        Nested settings are checked too. is_checked: whether to check the option with a dotted key. path: the key of
+        Nested settings are checked too. is_checked: whether to check the option with a dotted key. prefix: the key of
         these settings.
         """
         for name, field_type in field_types(type(self)).items():
-            key, value = _join(key_prefix, name), getattr(self, name)
+            key, value = _join(prefix, name), getattr(self, name)
             member_values = value if isinstance(value, Mapping) else {"": value}
             for member_name, member_value in member_values.items():
                 if isinstance(member_value, Settings):
@@ -253,7 +253,7 @@ def covers(keys: Collection[str], key: str) -> bool:
 
 
 def missing_error(key: str, description: str) -> UserError:
-    """The error for an option that must be given. what: its description."""
+    """The error for an option that must be given. description: its description."""
     return UserError(f"{key}: missing; give it as {key}=VALUE: {description}")
 
 

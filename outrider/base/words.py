@@ -170,7 +170,7 @@ class _CellFormatter(string.Formatter):
 def format_figure(value: object, format_spec: str = "interval") -> str:
     """A figure as text. None is a dash, and a text stays as it is.
 
-    form: as of `format`; with "?" appended, zero is a dash too.
+    format_spec: as of `format`; with "?" appended, zero is a dash too.
     """
     if isinstance(value, str):
         return value

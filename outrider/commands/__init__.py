@@ -66,7 +66,7 @@ def run_script(name: str) -> NoReturn:
 
 
 def run_words(command_name: str, words: Sequence[str], resume_line: str) -> None:
-    """Print the help for --help, the usual lines for no words; else run the command. line: see `report_errors`.
+    """Print the help for --help, the usual lines for no words; else run the command. resume_line: see `report_errors`.
 
     With --settings FILE it runs with settings that a pipeline wrote there, beside the options they were made of.
     """
@@ -122,7 +122,7 @@ def _call(function_path: str, config: Settings) -> None:
 
 
 def config_for(script_path: str, words: Sequence[str]) -> Any:
-    """The config with which a command would run given the options `words`. script: its file, as "train/eesd.py".
+    """The config with which a command would run given the options `words`. script_path: its file, as "train/eesd.py".
 
     Raises `UserError`.
     """

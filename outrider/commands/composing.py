@@ -159,7 +159,7 @@ def _member_type(kind: object) -> object:
 def _check_flag(word: str, option_names: Collection[str]) -> None:
     """Raise `UserError` for an option written as a flag, "--target X" or "-target X", and for a misspelt --help.
 
-    options: the names of the command's options and groups.
+    option_names: the names of the command's options and groups.
     """
     if hint := did_you_mean(word, ["--help"] if word != "--hydra-help" else []):
         raise UserError(f"{word}: no such flag{hint}")
@@ -282,7 +282,7 @@ def _plain_defaults(config_class: typing.Any) -> dict[str, object]:
 def _adapt(value: object, type_hint: object, annotated_type: object = None) -> object:
     """`value` for an option of the type `type_hint`: a number becomes a text where the type is a text, and ~/ the home.
 
-    hint: the type with its metadata, by which texts in a list are paths or not.
+    annotated_type: the type with its metadata, by which texts in a list are paths or not.
     """
     if isinstance(value, dict):
         is_known = dataclasses.is_dataclass(type_hint)

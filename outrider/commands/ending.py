@@ -73,7 +73,7 @@ def end_on_sigterm() -> Iterator[None]:
 def report_errors(resume_line: str = "") -> Iterator[None]:
     """Context manager: a `UserError`, a config or storage error ends the process, with one line on stderr and status 2.
 
-    line: from `write_resume_line`, printed after Ctrl-C and SIGTERM.
+    resume_line: from `write_resume_line`, printed after Ctrl-C and SIGTERM.
     """
     try:
         yield

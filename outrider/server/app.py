@@ -139,7 +139,7 @@ class Service:
             self._log.close()
 
     async def answer(self, request: Request, request_class: type[ChatRequest] | type[TextRequest]) -> Response:
-        """The answer to a request for texts, whole or as a stream. kind: of the request. Raises `UserError`."""
+        """The answer to a request for texts, whole or as a stream. Raises `UserError`."""
         body, model, seed = await self._read_body(request), self.model, self._seeds.getrandbits(31)
         parsed, jobs = await run_in_threadpool(read_request, body, request_class, model, self.config, self.name, seed)
         reply = Reply(parsed, jobs, self.name, self._token_name)

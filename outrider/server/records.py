@@ -131,8 +131,8 @@ def read_request(
 ) -> tuple[CompletionRequest, list[TextJob]]:
     """The request in `body`, and the jobs of its choices in order.
 
-    name: of the model. seed: of a request that has none. Choice i, counted over all prompts, has the seed + i. Raises
-    `UserError`.
+    model_name: of the model. seed: of a request that has none. Choice i, counted over all prompts, has the seed + i.
+    Raises `UserError`.
     """
     request = parse_request(body, request_cls)
     if request.model not in (None, model_name):
@@ -200,7 +200,7 @@ def context_tokens(model: "Decoder", config: ServeConfig) -> int:
 
 
 def _plain_message(message: ChatMessage, prefix: str) -> dict[str, str]:
-    """The message as `outrider` reads it. where: its place in the request, for errors."""
+    """The message as `outrider` reads it. prefix: its place in the request, for errors."""
     refuse_unread_fields({key: value for key, value in (message.model_extra or {}).items() if key != "name"}, prefix)
     content_parts = [{"type": "text", "text": message.content}] if isinstance(message.content, str) else message.content
     content_parts = [{name: value for name, value in part.items() if name != "cache_control"} for part in content_parts]

@@ -90,7 +90,7 @@ class Reply:
         return f"data: {self._record('chat.completion.chunk', choice_jsons, extra_fields or {})}\n\n"
 
     def _record(self, object_name: str, choice_jsons: Sequence[str], fields: Json) -> str:
-        """The JSON of a record with `choice_jsons`, which are JSON, and further `fields`. kind: its name in a chat."""
+        """The JSON of a record with `choice_jsons`, which are JSON, and further `fields`. object_name: in a chat."""
         record = self._head | {"object": object_name if self._is_chat else "text_completion"} | fields
         return f'{json.dumps(record)[:-1]}, "choices": [{", ".join(choice_jsons)}]}}'
 
@@ -102,7 +102,7 @@ class Reply:
         return {"usage": {**counts, "completion_tokens_details": details}}
 
     def _choice(self, choice_index: int, scored_pieces: Sequence[ScoredPiece], message_key: str) -> str:
-        """The JSON of a choice, or of some of its pieces. key: of its message."""
+        """The JSON of a choice, or of some of its pieces. message_key: of its message."""
         job, is_first = self.jobs[choice_index], choice_index not in self._opened
         self._opened.add(choice_index)
         text, role_field = "".join(piece.text for piece, _ in scored_pieces), {"role": "assistant"} if is_first else {}

@@ -107,7 +107,7 @@ class TrafficRecords:
     def make_record(
         self, request: CompletionRequest, job: TextJob, record_id: str, tokens: Sequence[int]
     ) -> Json | None:
-        """The record of the text of `job` with the answer `tokens`; None if it is blank. identity: its id.
+        """The record of the text of `job` with the answer `tokens`; None if it is blank. record_id: its id.
 
         Only this answer of a conversation is learned: the others were logged when they were written. A conversation
         that trainings do not read, such as one with two system turns, is a plain text.

@@ -228,7 +228,7 @@ def decode_pieces(
     """The pieces of the text that `rounds` decode for `job`, without the stop string that ends it.
 
     A round has up to two pieces: its drafted tokens, and the target's own. Text that may begin a stop string is kept in
-    `unsent`. ends: the ids that end a text.
+    `unsent`. end_ids: the ids that end a text.
     """
     streamed_text, unsent, text_ids, stop_rule = StreamedText(tokenizer, end_ids), "", [*job.ids], job.rule
     for round_index, r in enumerate(rounds):

@@ -67,7 +67,7 @@ class TrainingLog(Stage):
         self.after = time.perf_counter() - began
 
     def log_interval(self, step: int, lr: float, grad_norm: float | None) -> None:
-        """Log the steps since the previous line, after `step` steps. rate: the learning rate of the last step."""
+        """Log the steps since the previous line, after `step` steps. lr: the learning rate of the last step."""
         loss_sum, label_count, token_count = self.drain()
         end_time = time.perf_counter()
         interval_seconds, self._interval_start = end_time - self._interval_start, end_time
@@ -77,7 +77,7 @@ class TrainingLog(Stage):
         self.log(step, {**metrics, "eta": self.seconds_left or 0.0}, suffix)
 
     def log(self, step: int, metrics: Mapping[str, float], suffix: str = "") -> None:
-        """Log one line of named numbers, after `step` steps. more: printed after the last number."""
+        """Log one line of named numbers, after `step` steps. suffix: printed after the last number."""
         if not self.accelerator.is_main_process:
             return
         metrics = {key: float(value) for key, value in metrics.items()}

@@ -102,7 +102,7 @@ class Recorder(StopRule):
 
 
 def capture(drafting: Drafting, text: TextToContinue, keep_untested: bool = False) -> Batch:
-    """Continue `text` greedily, drafting `max_draft` tokens a round, and keep every tested token; untested: others too.
+    """Continue `text` greedily, drafting `max_draft` tokens a round, and keep the tested tokens; keep_untested: all.
 
     Returns target_hidden [n, d_T], draft_hidden [n, d_D] in the model's dtype, and position (from 1), confidence (q of
     the token) and label (1: it was the target's), each [n]; nothing where nothing was drafted.
@@ -156,7 +156,7 @@ def capture_splits(
 
     The splits share the time of `limit` in proportion to their texts. The examples are kept in a file of `out_dir`, so
     a run that is stopped later continues with them. settings: JSON-able, everything that determines the capture of a
-    text. load: loads the models, if anything is left to capture; this does not count as time.
+    text. load_drafting: loads the models, if anything is left to capture; this does not count as time.
 
     Raises `UserError` where no token was drafted, and for a run that has begun to learn from other examples.
     """

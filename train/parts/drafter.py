@@ -76,7 +76,7 @@ def require_context(model_config: PreTrainedConfig, seq_len: int, decode_tokens:
 def llama_config(
     shape: DrafterConfig | ToyTargetConfig, vocab_size: int, max_positions: int, tokenizer: PreTrainedTokenizerBase
 ) -> LlamaConfig:
-    """The config of a Llama of this shape. positions: the context that its config states."""
+    """The config of a Llama of this shape. max_positions: the context that its config states."""
     config_fields = {
         "vocab_size": vocab_size,
         "hidden_size": shape.hidden,
@@ -101,8 +101,8 @@ def write_records(
 ) -> None:
     """Write the card of a finished drafter, then the record of its training, and print that the drafter is saved.
 
-    use: how the drafter is used, the text of the card. card_facts: rows of the card about this kind of drafter.
-    metrics: names of metrics in `result`, which the card and the printed line show. record: the name of a file in
+    usage: how the drafter is used, the text of the card. card_facts: rows of the card about this kind of drafter.
+    metrics: names of metrics in `result`, which the card and the printed line show. record_parts: the name of a file in
     out_dir, and the settings that it contains besides the results. shape: the drafter's, for the printed line.
     """
     out_dir = Path(config.out_dir)

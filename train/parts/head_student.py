@@ -70,7 +70,7 @@ class HeadStudent(Student, ABC):
     ) -> Predictions:
         """The head's predictions where `loss_mask`, bool [B, T, steps], of packed rows [B, T].
 
-        aux [B, T, k · H_t]: the target's aux hidden states.
+        aux_states [B, T, k · H_t]: the target's aux hidden states.
         """
 
     @abstractmethod
@@ -101,7 +101,7 @@ class HeadStudent(Student, ABC):
         return {"loss_sum": self.loss(logit_factors, predictions, final_states[:, :, 0], labels, loss_weights)}
 
     def weigh(self, logit_factors: Factors, predictions: Predictions, target_states: Tensor, labels: Tensor) -> Tensor:
-        """The weights [n] of the predictions. target, labels: see `loss`."""
+        """The weights [n] of the predictions. target_states, labels: see `loss`."""
         step_numbers, loss_weights = predictions.steps, self.step_weights[predictions.steps]  # [n] each
         if self.position_weights == "decay" or self.position_weights == "none":
             return loss_weights

@@ -117,7 +117,7 @@ def build_student(
     draft_ids: Tensor | None,
     device: torch.device,
 ) -> HeadStudent:
-    """The head on the whole target, both on `device`. tokens: the draft vocabulary of a new head."""
+    """The head on the whole target, both on `device`. draft_ids: the draft vocabulary of a new head."""
     dtype = frozen_dtype(config.frozen_dtype, device)
     stack = target.stack(dtype=dtype, device=device, coded=device.type == "cpu")
     multiply_by_codes(stack)  # several times as fast as decoding them, and what the head sees when it is served

@@ -127,7 +127,7 @@ class HeldOutText:
         the target's distributions are known: from `acceptances`, from `states_of`, or a batch's top k.
 
         states_of: from a batch to the drafter's states [n, d] at its supervised positions and the target's states
-        there, or None. logits, target_logits: from such states to logits.
+        there, or None. logits_of, target_logits_of: from such states to logits.
         """
         guesses, accept_probs = list[Tensor](), list[Tensor]()  # [B, T] of each batch
         pairs = list(zip(self.batches, self.acceptances, strict=True))
@@ -206,7 +206,7 @@ def agreement(guesses: Sequence[Tensor], label_batches: Sequence[Tensor]) -> flo
 def expected_tau(accept_probs: Sequence[Tensor], batches: Sequence[Batch]) -> float | None:
     """The mean over the rows in `batches` of `analytic_tau`, for drafts of `WATCHED_DRAFT` tokens.
 
-    accepted: [B, T] for each batch. None if there are not that many consecutive known positions anywhere.
+    accept_probs: [B, T] for each batch. None if there are not that many consecutive known positions anywhere.
     """
     pairs = zip(accept_probs, [batch["documents"] for batch in batches], strict=True)
     taus = torch.cat([acceptance.analytic_tau(alpha, docs.to(alpha.device), WATCHED_DRAFT) for alpha, docs in pairs])

@@ -76,7 +76,7 @@ def start_lm(
 ) -> PreTrainedModel:
     """The drafter before training, float32: a fixed function of config, files and draft `draft_vocabulary` (None: all).
 
-    rows: those of the target's embedding, to pad it to (see `fit_rows`); None: leave its size.
+    target_vocab_size: those of the target's embedding, to pad it to (see `fit_rows`); None: leave its size.
     Exactly the parameters to train require a gradient.
     """
     with torch.random.fork_rng(devices=[]):
@@ -136,7 +136,7 @@ def load_finished_lm(
     draft_vocabulary: DraftVocabulary | None,
     target_vocab_size: int | None,
 ) -> PreTrainedModel:
-    """The small LM in `drafter.path`, all of whose weights are trained. rows: see `start_lm`."""
+    """The small LM in `drafter.path`, all of whose weights are trained. target_vocab_size: see `start_lm`."""
     assert drafter.path is not None
     files = open_tensors(drafter.path, drafter.revision)
     lm = load_proven(files, lm_config, range(lm_config.num_hidden_layers), dtype=torch.float32, role="drafter.path")

@@ -42,9 +42,9 @@ def draft_loss(
 
     cross_entropy: on `labels` [...], token ids. Another objective is a divergence from the logits of the `target`, or
     else from its cached top k: top_ids, top_logprobs [..., k] and tail [...] (see `TopKRows`).
-    tokens [k]: the draft vocabulary, part of the target's `vocab_size`; None: all. rule, target_rule: from products to
-    logits. shares [...]: weights of the positions. slots: what the positions are in drafts, by which they are weighted
-    too; the packed rows are then the first columns of `labels`.
+    draft_tokens [k]: the draft vocabulary, part of the target's `vocab_size`; None: all. rule, target_rule: from
+    products to logits. shares [...]: weights of the positions. slots: what the positions are in drafts, by which they
+    are weighted too; the packed rows are then the first columns of `labels`.
     """
     classes = draft_indices(labels, draft_tokens, vocab_size)
     if slots is not None:

@@ -68,9 +68,9 @@ def continue_prefixes(
 ) -> tuple[Tensor, Tensor]:
     """Continue each prefix [n_b] by samples from `lm`, at temperature 1, over its first `vocab_size` tokens.
 
-    numbers [B, count]: uniform in [0, 1); token i of row b is the one at which the cumulative probability passes
-    numbers[b, i], so a row does not depend on the other rows. All ids are the target's; an `lm` with a draft vocabulary
-    samples from it. Returns (ids [B, longest + count], padded with 0, the new tokens [B, count]).
+    uniforms [B, count]: uniform in [0, 1); token i of row b is the one at which the cumulative probability passes
+    uniforms[b, i], so a row does not depend on the other rows. All ids are the target's; an `lm` with a draft
+    vocabulary samples from it. Returns (ids [B, longest + count], padded with 0, the new tokens [B, count]).
     """
     new_count, draft_vocabulary = uniforms.shape[1], draft_vocabulary_of(lm)
     vocab_size = vocab_size if draft_vocabulary is None else len(draft_vocabulary.tokens)
@@ -110,7 +110,7 @@ def row_generator(seed: int, step: int, row_ids: Tensor) -> np.random.Generator:
 
 
 def draw_depths(keep_prob: float, depth_count: int, seed: int, step: int, input_ids: Tensor) -> Tensor:
-    """bool [B, T, depths]: which depths of drafts after each position of rows [B, T] are kept, j with probability
-    keep ** j and all before it with it: a function of seed, step and each row's content."""
+    """bool [B, T, depth_count]: which depths of drafts after each position of input_ids [B, T] are kept, j with
+    probability keep ** j and all before it with it: a function of seed, step and each row's content."""
     uniforms = [torch.from_numpy(row_generator(seed, step, row).random(input_ids.shape[1])) for row in input_ids]
     return (torch.stack(uniforms)[..., None] < keep_prob ** torch.arange(depth_count)).to(input_ids.device)

@@ -111,7 +111,7 @@ class Parallel:
 
     def add_masks(self, student: Student, running_stack: LayerStack, *packed_rows: Tensor) -> DraftRows:
         """Packed rows (ids, labels, positions and documents, [B, T] each) and, in training, the masks of drafts after
-        them. stack: the layers that run the rows."""
+        them. running_stack: the layers that run the rows."""
         if self.tokens > 1 and student.training:  # evaluations judge a token a pass
             return self.append_masks(student.step, running_stack, *packed_rows)
         ids, labels, positions, _ = packed_rows

@@ -47,7 +47,7 @@ class Slots(NamedTuple):
 def cat_weights(slots: Slots, teacher_probs: Tensor) -> Tensor:
     """The product of the labels' probabilities in the slots before each prediction [...] (CAT, the weights of PARD-2).
 
-    probabilities [B, T]: the teacher's, of the label of each column; 0 without a label, since no draft gets past it.
+    teacher_probs [B, T]: the teacher's, of the label of each column; 0 without a label, since no draft gets past it.
     """
     next_probs = F.pad(teacher_probs, (0, slots.longest - 1)).unfold(1, slots.longest, 1)  # [B, T, K]
     reach_probs = F.pad(next_probs.cumprod(-1)[..., :-1], (1, 0), value=1.0)  # [B, T, K]
@@ -57,7 +57,7 @@ def cat_weights(slots: Slots, teacher_probs: Tensor) -> Tensor:
 def dpace_weights(slots: Slots, drafter_probs: Tensor, is_supervised: Tensor) -> Tensor:
     """The expected number of accepted tokens from each slot on (D-PACE, arXiv 2605.18810, equations 7 and 8), [...].
 
-    probabilities [...]: the drafter's, of each prediction's label. is_supervised [...]: which predictions have a label.
+    drafter_probs [...]: the drafter's, of each prediction's label. is_supervised [...]: which predictions have a label.
     A draft ends at the first slot that is not among the predictions, or has no label.
     """
     anchors, slot_numbers = slots.anchors[is_supervised], slots.numbers[is_supervised]  # [n] each

@@ -32,7 +32,7 @@ class Predictions(NamedTuple):
 
 
 def loss_mask_per_step(labels: Tensor, documents: Tensor, step_count: int) -> Tensor:
-    """bool [B, T, steps]: whether there is something to predict at a position i of packed rows [B, T] in step t: a
+    """bool [B, T, step_count]: whether there is something to predict at a position i of packed rows [B, T] in step t: a
     label at position i + 1 + t of its document."""
 
     def ahead(values: Tensor, fill: int) -> Tensor:
@@ -45,7 +45,7 @@ def acceptance_of_drafts(accept_probs: Tensor) -> Tensor:
     """α of every draft on the text, of `WATCHED_DRAFT` tokens, or S if that is less: [B, positions, tokens]; NaN where
     there is none.
 
-    accepted [B, T, S]: α by the label's position and step. Step i of the draft that begins after position t has the
+    accept_probs [B, T, S]: α by the label's position and step. Step i of the draft that begins after position t has the
     label of position t + 1 + i.
     """
     draft_length = min(WATCHED_DRAFT, accept_probs.shape[2])
@@ -56,7 +56,7 @@ def acceptance_of_drafts(accept_probs: Tensor) -> Tensor:
 def positions_to_run(run_mask: Tensor) -> Tensor | None:
     """The flat indices [B, N] of the positions at which a step runs; None: all.
 
-    is_run: bool [B, T]. N is the largest number in a row; rows with fewer positions get others besides.
+    run_mask: bool [B, T]. N is the largest number in a row; rows with fewer positions get others besides.
     """
     max_count, row_length = max(1, int(run_mask.sum(1).max())), run_mask.shape[1]
     if max_count > NEARLY_ALL * row_length:

@@ -102,10 +102,10 @@ def compute_states(
 ) -> RowsWithStates:
     """`rows` with the target's states, read from the folder `features_dir` after computing the missing ones.
 
-    load: loads the target and returns the function from a batch of rows to states. row_shape: (T, k + 1, H_t). dtype:
-    of the states. made_from: JSON-able, what determines the states.
-    Prints the required space before computing. All processes call this. Raises `UserError` if the folder holds other
-    states, is not writable or has too little space.
+    load_target: loads the target and returns the function from a batch of rows to states. row_shape: (T, k + 1, H_t).
+    dtype: of the states. made_from: JSON-able, what determines the states. Prints the required space before computing.
+    All processes call this. Raises `UserError` if the folder holds other states, is not writable or has too little
+    space.
     """
     folder, shape = require_writable(features_dir, "features"), (len(rows), *row_shape)
     block_count = -(-len(rows) // ROWS_AT_ONCE)

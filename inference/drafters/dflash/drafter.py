@@ -31,8 +31,8 @@ from outrider.inference.settings.method import MethodConfig
 def block_mask(chain_mask: Mask, positions: Tensor, window: int | None, causal: bool) -> Mask:
     """The mask of a layer for a block at `positions` [1, n], whose slots are its positions.
 
-    mask: what the session would give a chain, of the same shape; None: of a single row. Padding rows of a pass of fixed
-    shape stand at the first position, so the largest position is that of the block's last row.
+    chain_mask: what the session would give a chain, of the same shape; None: of a single row. Padding rows of a pass of
+    fixed shape stand at the first position, so the largest position is that of the block's last row.
     """
     if isinstance(chain_mask, TextMasks):
         text_blocks = zip(chain_mask.masks, positions.split(chain_mask.rows, dim=1), strict=True)

@@ -206,8 +206,8 @@ def make_ngram_drafter(
 def open_table(table_path: str, tokenizer_digest: str, vocab_size: int | None = None) -> TrigramTable:
     """The n-gram table in `table_path`.
 
-    digest: `vocabulary_digest` of the target's tokenizer; vocabulary: the target's size, which bounds every id. Raises
-    `UserError` for a table of another tokenizer, or a damaged one.
+    tokenizer_digest: `vocabulary_digest` of the target's tokenizer; vocab_size: the target's size, which bounds every
+    id. Raises `UserError` for a table of another tokenizer, or a damaged one.
     """
     table = TrigramTable.open(table_path)
     table.require_tokenizer(tokenizer_digest, f"table={table_path}")

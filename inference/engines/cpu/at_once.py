@@ -108,7 +108,7 @@ class PanelLinear(nn.Module):
         return self._call(self._normed, x, x.contiguous(), extra_values)
 
     def _call(self, entry: int, x: Tensor, operand: Tensor, extra_values: dict[int, int] | None = None) -> Tensor:
-        """Outputs [..., out] of an entry for x [..., in], passed as `operand`. further_numbers: of its table."""
+        """Outputs [..., out] of an entry for x [..., in], passed as `operand`. extra_values: of its table."""
         out = x.new_empty(*x.shape[:-1], self.shape[0])
         table = self._table.copy()
         table[entries.WEIGHTS], table[entries.SCALES] = self._panels.data_ptr(), self._scales.data_ptr()

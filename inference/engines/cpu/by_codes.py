@@ -87,7 +87,7 @@ class _Tile(NamedTuple):
 
 
 def _sum_of_group(builder, tile, sums_address, group):
-    """Σ x over a group of a row, in all lanes. sums: the address of the row's sums over `SUMMED` inputs, or notes."""
+    """Σ x over a group of a row, in all lanes. sums_address: of the row's sums over `SUMMED` inputs, or notes."""
     inputs_per_sum, sum_stride, sum_offset = (ROUNDED, NOTES, SCALED_SUM) if tile.by_bytes else (SUMMED, 1, 0)
     sum_count = tile.block.code_kind.group_size // inputs_per_sum
     first_sum = builder.add(builder.mul(group, LONG(sum_count * sum_stride)), LONG(sum_offset))
@@ -97,7 +97,7 @@ def _sum_of_group(builder, tile, sums_address, group):
 
 
 def _add_group(builder, tile, block_starts, block_number, group, totals):
-    """`totals` with the products of a group of inputs. block_number: its block's; starts: the block's addresses.
+    """`totals` with the products of a group of inputs. block_number: its block's; block_starts: the block's addresses.
 
     totals: a vector of outputs for each row and panel, row by row.
     """
@@ -122,7 +122,7 @@ def _add_group(builder, tile, block_starts, block_number, group, totals):
 
 
 def _dot_floats(builder, tile, block_starts, group_number, codes_offset, sums):
-    """Σ (code − offset) · x over a group, for each row and panel. codes_at: offset of the group's codes in a block."""
+    """Σ (code − offset) · x over a group, for each row and panel. codes_offset: of the group's codes in a block."""
     code_kind = tile.block.code_kind
     offset, eights = splat_float(-float(code_kind.code_offset)), code_kind.group_size // 8
     dots = [builder.fmul(total, offset) for total in sums for _ in block_starts]
@@ -157,7 +157,7 @@ def _dot_bytes(builder, tile, block_starts, group_number, codes_offset):
 def _add_eights(builder, tile, block_starts, eight_range, dots):
     """`dots` with Σ code · x over some eights of inputs. A line's codes are unpacked once for all rows.
 
-    eights: offset of their group's codes in a block, the first one's number in the group and in a row, their number.
+    eight_range: offset of their group's codes in a block, the first one's number in group and row, their number.
     """
     codes_offset, first_eight, first_of_row, eight_count = eight_range
     code_kind, lines_of_eight = tile.block.code_kind, 2 if tile.block.code_kind.bits == 8 else 1

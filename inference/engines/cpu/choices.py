@@ -47,7 +47,7 @@ def _columns_of_largest(scores: Tensor, maxima: Tensor | None = None) -> Tensor:
 def likeliest_children(
     logits: Tensor, row_weights: Sequence[float], count: int, sharpness: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The `count` largest of weights [n] · softmax(sharpness · logits [n, V]): values, rows, columns, [count] each."""
+    """The `count` largest of row_weights [n] · softmax(sharpness · logits [n, V]): [count] values, rows, columns."""
     rows, size = logits.shape
     is_supported = logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.bfloat16)
     if not is_supported or size < LANES or logits.requires_grad:
@@ -66,7 +66,7 @@ def likeliest_children(
 
 
 def ancestor_mask(ancestor_bits: Sequence[int], past: int, columns: int, dtype: torch.dtype) -> Tensor | None:
-    """The additive mask [1, 1, n, past + columns]: row i sees `past` columns, and past + j if seen[i] has bit j."""
+    """The additive mask [1, 1, n, past + columns]: row i sees `past` columns, then those set in ancestor_bits[i]."""
     if columns > MOST_COLUMNS or dtype not in (torch.float32, torch.bfloat16):
         return None
     bits, mask = torch.tensor(ancestor_bits), torch.empty(1, 1, len(ancestor_bits), past + columns, dtype=dtype)

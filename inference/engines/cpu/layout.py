@@ -189,7 +189,7 @@ def fewest_bytes(linears: Sequence[Linear]) -> torch.dtype:
 def in_panels(weight: Tensor, pair_size: int = 1) -> Tensor:
     """A weight [out, in] in the order in which the kernels read it: panels [out / PANEL, in, PANEL], flattened.
 
-    together: the number of adjacent inputs of an output, [out / PANEL, in / together, PANEL, together].
+    pair_size: the number of adjacent inputs of an output, [out / PANEL, in / together, PANEL, together].
     """
     return weight.view(-1, PANEL, weight.shape[1] // pair_size, pair_size).transpose(1, 2).flatten()
 

@@ -78,7 +78,7 @@ def _shift_right(builder, words, bit_count):
 
 
 def two_codes(builder, code_kind, lines, upper_words, pair_index):
-    """The codes of the `pair_index`-th two of eight inputs, two vectors of floats. upper: their upper bits, if any."""
+    """The codes of the `pair_index`-th two of eight inputs, two vectors of floats. upper_words: of their upper bits."""
     if code_kind.bits == 8:
         words = _shift_right(builder, lines[pair_index % 2], 8 * (pair_index // 2))
     else:

@@ -54,7 +54,7 @@ def decide_by_rule() -> Iterator[None]:
 def settle(question: str, possible_answers: Sequence[Answer], choose: Callable[[], Answer]) -> Answer:
     """The recorded answer to `question`; without one, the answer of `choose`, which is then recorded.
 
-    possible: the answers that are possible here. They may differ between machines, but not between callers.
+    possible_answers: the answers that are possible here. They may differ between machines, but not between callers.
     """
     if _is_ruled.get():
         return min(possible_answers, key=lambda answer: (*_RULE_ORDER, answer).index(answer))

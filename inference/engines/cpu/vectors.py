@@ -126,7 +126,7 @@ def exponential(builder, x):
 
 
 def loop(builder, count, initial_values, body):
-    """Emit a loop: body(index, values) → values for every index < count, at least once; starting: initial values."""
+    """Emit a loop: body(index, values) → values for every index < count, at least once, from `initial_values`."""
     before, body_block, after = builder.block, builder.append_basic_block("loop"), builder.append_basic_block("after")
     builder.branch(body_block)
     builder.position_at_end(body_block)
