@@ -30,7 +30,7 @@ class VerifiedDraft(NamedTuple):
 
     tokens: list[int]  # of the draft
     nodes: list[int]  # the accepted ones
-    bonus_token: Tensor  # [1]: the target's own token after them
+    next_root: Tensor  # [1]: the target's own token after them
     bonus: int  # the same token on the host
 
 
@@ -88,7 +88,7 @@ class TokenSelector:
             tokens = ids[: len(tree)]
             accepted_nodes, bonus = verify_greedy(tokens, tree.parents, ids[len(tree) :])
             last_row = accepted_nodes[-1] + 1 if accepted_nodes else 0
-            bonus_tensor = argmax_ids[last_row : last_row + 1]
+            next_root = argmax_ids[last_row : last_row + 1]
         else:
             tokens = tree.tokens.tolist()
             p = self.probabilities(logits, contexts)
@@ -99,10 +99,10 @@ class TokenSelector:
                 rule: NodeRule = Rejection(replace=bool(tree.draws)) if tree.q and not is_naive else Matching()
                 draws = None if is_naive else tree.draws
                 accepted_nodes, bonus = verify_sampled(tokens, tree.parents, tree.q, p, rule, self.chance, draws=draws)
-            bonus_tensor = self._token(bonus)
+            next_root = self._token(bonus)
         if self.reads_context and 0 <= bonus < logits.shape[-1]:
-            self._extend_text(tree.tokens[accepted_nodes], bonus_tensor)
-        return VerifiedDraft(tokens, accepted_nodes, bonus_tensor, bonus)
+            self._extend_text(tree.tokens[accepted_nodes], next_root)
+        return VerifiedDraft(tokens, accepted_nodes, next_root, bonus)
 
     def probabilities(self, logits: Tensor, contexts: Sequence[Tensor] | None) -> Tensor:
         """The distribution [n, V] of the token after each row, for target and drafter alike."""
