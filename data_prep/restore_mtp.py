@@ -1,7 +1,8 @@
 """Give a fine-tuned model its base model's MTP head back: `python data_prep/restore_mtp.py target=… base=… out_dir=…`.
 
-Trainers drop the head's tensors when they save a model. The copy has links to the model's shards, one shard more with
-the head, and a new index. config.json is written last: a directory without it does not load.
+An MTP head (multi-token prediction) is a further layer of a model that drafts. Trainers drop its tensors when they save
+a model. The copy has links to the model's shards, one shard more with the head, and a new index. config.json is written
+last: a directory without it does not load. A head's spelling is the naming of its tensors (qwen, speculators, …).
 """
 
 if __name__ == "__main__":  # before the imports below, which take seconds
@@ -33,7 +34,7 @@ from outrider.draft_models.targets.tensor_files import find_file
 SHARD_FILE = "model-mtp.safetensors"  # llama.cpp's converter reads files that begin with "model" alone
 _OWN_FILES = (CONFIG_FILE, RECORD_FILE, LOCK_FILE, HOLDER_FILE)
 _WEIGHTS = (".safetensors", ".bin", ".gguf", ".pth", ".index.json")  # ends of files that are not copied
-# Fields of config.json that a fine-tuning may change without another head.
+# Fields of config.json that a fine-tuning may change without another head. DECLARED_BY: fields that count its layers.
 _MAY_DIFFER = {*DECLARED_BY, "vocab_size", "tie_word_embeddings", "max_position_embeddings"}
 
 
@@ -43,20 +44,20 @@ def restore_mtp(config: RestoreConfig) -> None:
     Under a launcher, one process does it.
     """
     process_state, folder = join_processes(), require_writable(config.out_dir)
-    with only_run_of(process_state, folder, "a target"):
+    with only_run_of(process_state, folder, "a target"):  # a lock against other runs
         from_main(process_state, lambda: _restore(config, folder))
 
 
 def _restore(config: RestoreConfig, folder: Path) -> None:
     head = _require_head(config)
     identity: dict[str, object] = {"target": config.target, "base": config.base}
-    identity["head"] = head.files.digests(head.files.file_of)
+    identity["head"] = head.files.digests(head.files.file_of)  # of all the head's tensors
     require_same_conversion(folder, identity, config.resume)
     if (folder / CONFIG_FILE).exists():
         print(f"{folder}: finished already")
         return
     write_json(folder / RECORD_FILE, identity)
-    model_dir = fetch_folder(config.target, None, SAFETENSORS)
+    model_dir = fetch_folder(config.target, revision=None, weight_format=SAFETENSORS)  # the latest revision
     file_of, tensors = link_shards(model_dir, folder), head.files.read(head.files.file_of)
     if head.spelling == "speculators":  # else they have the names that servers expect
         tensors = {qwen_name(name): tensors[stored_name] for name, stored_name in head.stored_names.items()}
@@ -85,11 +86,11 @@ def _require_head(config: RestoreConfig) -> HeadTensors:
     if head is None:
         raise UserError(f"base={config.base}: no tensors of an MTP head there; give the base model as it was published")
     if head.spelling != "speculators":  # whose config.json has no model's fields
-        configs = [deciding_config(source, None) for source in (config.base, config.target)]
+        configs = [deciding_config(source, revision=None) for source in (config.base, config.target)]
         text_only = any("text_config" not in fields for fields in configs)  # a fine-tune may keep the text model alone
-        compared = [fields.get("text_config", fields) if text_only else fields for fields in configs]
-        names = [name for name, *_ in config_differences(*compared) if not name.endswith(("_token_id", *_MAY_DIFFER))]
-        names = [name for name in names if name.rpartition(".")[2] not in NOT_DECIDING]
+        sections = [fields.get("text_config", fields) if text_only else fields for fields in configs]
+        names = [name for name, *_ in config_differences(*sections) if not name.endswith(("_token_id", *_MAY_DIFFER))]
+        names = [name for name in names if name.rpartition(".")[2] not in NOT_DECIDING]  # such as the dtype
         expected = "the model that target was fine-tuned from"
         require(not names, "base", config.base, f"{expected}; config.json differs in {list_words(names)}")
     try:
@@ -122,7 +123,7 @@ def link_shards(model_dir: Path, folder: Path) -> dict[str, str]:
 
 
 def declare_head(path: Path, base: str | None) -> dict[str, object]:
-    """config.json of the `path`, with the fields in which the one in `base` declares the head."""
+    """The config.json at `path`, with the fields in which that at `base` declares the head; base None: its own."""
     fields, source = (read_mapping(file, "description of a model", "fetch it again") for file in (path, base or path))
     text_fields, base_text_fields = (section.get("text_config", section) for section in (fields, source))
     for section, base_section in ((fields, source), (text_fields, base_text_fields)):

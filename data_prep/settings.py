@@ -1,4 +1,11 @@
-"""Settings of the commands of this folder; light, so that a config error is reported at once."""
+"""Settings of the commands of this folder; light, so that a config error is reported at once.
+
+A field made by `opt`, or with a plain default, affects results: a resumed run must agree on it; one made by `free` need
+not. A model or tokenizer by a `free` path is compared by a digest. debug: its value in a rehearsal (of a `Rehearsed`
+command), a quick run on tiny models. A number there is the largest value, always(8) is 8 also in place of null,
+`DEFAULT` is the field's default. only(file=None): a field read only if `file` is null. run_files: a finished run's
+files. A text after a field is its help. `check_fields` runs after those of the bases.
+"""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
@@ -41,7 +48,7 @@ class ConvertConfig(RunConfig):
 class RestoreConfig(RunConfig):
     """restore-mtp: a copy of a fine-tuned model that has its base model's MTP head again."""
 
-    run_files: ClassVar[tuple[str, ...]] = ("convert_target.json",)
+    run_files: ClassVar[tuple[str, ...]] = ("convert_target.json",)  # a record as convert-target's
     target: Model = opt(help="the fine-tuned model: a directory or Hub name with safetensors, no GGUF file")
     base: Model = opt(help="the model with the MTP head: the base model, or a head of its own in speculators' format")
     out_dir: str = free("runs/restore_mtp", "where the copy goes")

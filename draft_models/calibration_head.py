@@ -1,4 +1,4 @@
-"""EESD's calibration head: the probability that the token just drafted is right.
+"""The calibration head of EESD (arXiv 2406.03853): the probability that the token just drafted is right.
 
 The paper defines it for early exits. Here it reads a hidden state of any drafter that has one: an early exit's, a small
 LM's last one, or the output of an EAGLE-3 head that is the next step's feature.
@@ -29,7 +29,7 @@ class CalibrationHead(nn.Module):
     never reach the drafter.
 
     In addition to the paper it uses the drafter's own probability: `odds` [] weighs the log-odds log(q / (1 − q)).
-    `temperature` [10], by position, divides the logit (see train/parts/calibration_scores.py).
+    `temperature` [10], by position, divides the logit; it is fitted after the training of the other parameters.
     """
 
     temperature: Tensor
@@ -48,7 +48,7 @@ class CalibrationHead(nn.Module):
         return self.weigh(target_hidden, draft_hidden, position, log_odds(log_probability.detach()))
 
     def weigh(self, target_hidden: Tensor, draft_hidden: Tensor, position: Tensor, logit: Tensor) -> Tensor:
-        """The same for the draft's log-odds [n]."""
+        """The same from the draft's log-odds `logit` [n] in place of its log q."""
         index = position.clamp(1, POSITIONS) - 1
         logits = (self.target[index] * target_hidden.detach().to(self.target.dtype)).sum(-1)
         logits = logits + draft_hidden.detach().to(self.draft.dtype) @ self.draft + self.bias[index] + self.odds * logit

@@ -1,4 +1,8 @@
-"""A drafter's model card (README.md): description, use here and in serving engines, measurements."""
+"""A drafter's model card (README.md): description, use here and in serving engines, measurements.
+
+A template has %(…)s, which `describe_serving` fills, and {path:FORM} and {target:FORM}, which `write_card` fills. FORM:
+option (an option's value in a shell), shell (a word in a shell), json (a literal of JSON and Python).
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +16,7 @@ CARD_FILE = "README.md"
 TITLE = "# A draft model for "  # followed by the target
 REPORT_HEADING = "## Measured"
 TAU_NAMES = ("tau", "tau_analytic", "tau_text")  # metrics of a training: what was decoded, computed, and guessed right
-LEAST_TAU = 1.1  # tokens per pass below which a drafter is of no use
+LEAST_TAU = 1.1  # τ, tokens per pass of the target, below which a drafter is of no use
 
 
 def write_card(folder: Path, usage: str, target: str, facts: Mapping[str, object]) -> None:
@@ -27,7 +31,7 @@ def write_card(folder: Path, usage: str, target: str, facts: Mapping[str, object
     tau = next((facts[name] for name in TAU_NAMES if name in facts), None)
     page_names = {"path": PageName(folder), "target": PageName(target)}
     is_useless = isinstance(tau, float) and tau < LEAST_TAU
-    if target.endswith(".gguf"):
+    if target.endswith(".gguf"):  # it needs no conversion
         usage = usage.replace(_CONVERSION, "").replace(_OTHER_CONVERSION, "").replace(_CONVERTED, "{target:shell}")
     if is_useless:
         warn(f"{folder}: of no use: τ = {tau:.2f}, below {LEAST_TAU}; train it longer, or on the target's own answers")
@@ -47,7 +51,7 @@ def add_report(folder: Path, report: str) -> None:
     card_path = folder / CARD_FILE
     old_text = card_path.read_text("utf-8", "replace") if card_path.exists() else f"# {folder.name}"
     intro_text = old_text.partition(REPORT_HEADING)[0].rstrip()
-    report_body = report.replace("\n# ", "\n### ").removeprefix("# ")
+    report_body = report.replace("\n# ", "\n### ").removeprefix("# ")  # its title becomes text
     write_atomically(card_path, f"{intro_text}\n\n{REPORT_HEADING}\n\n{report_body}".encode())
 
 
@@ -56,13 +60,14 @@ def describe_serving(drafted: int, engine: str = "vllm", *, one_pass: bool = Fal
 
     drafted: how many tokens it drafts for each pass of the target. one_pass: it drafts them in one pass, where an
     engine can; the others run it for each. head: vLLM's method of a draft head, in `engine` alone; "": a causal
-    LM. SGLang drafts trees with an EAGLE-3 head.
+    LM. SGLang drafts trees with an EAGLE-3 head: `topk` children of a token, `checked` tokens in all.
     """
     sections = [_SERVING[name] for name in (PLAIN_ENGINES if engine in PLAIN_ENGINES and not head else (engine,))]
+    # Only vLLM's V1 runner has parallel_drafting, and this variable chooses that runner.
     parallel, env_prefix = ('"parallel_drafting": true, ', "VLLM_USE_V2_MODEL_RUNNER=0 ") if one_pass else ("", "")
-    numbers = {"drafted": drafted, "checked": drafted + 1, "runner": env_prefix}
+    numbers = {"drafted": drafted, "checked": drafted + 1, "runner": env_prefix}  # checked: tokens of a target's pass
     values = {"method": "draft_model", "algorithm": "STANDALONE", "topk": 1, "drafts": "draft-simple"} | numbers
-    values["p_min"] = " --spec-draft-p-min 0.6"
+    values["p_min"] = " --spec-draft-p-min 0.6"  # llama.cpp ends a draft at a token of lower probability
     if head:
         values |= {"method": head, "algorithm": "EAGLE3", "topk": 4, "checked": 16, "drafts": f"draft-{head}"}
         values["p_min"] = ""

@@ -1,7 +1,8 @@
 """Draft vocabularies: drafters that predict only the target's most frequent tokens.
 
 The head of a small target is a fifth of its weights or more, and a drafter reads it in every step. Most tokens of a
-large vocabulary are rare. Verification stays exact: the drafter's probability of every other token is 0.
+large vocabulary are rare. Verification stays exact: the drafter's probability of every other token is 0. A narrowed
+model has the ids 0 to k − 1 for its k tokens, and the id k for every other token of the target.
 """
 
 import hashlib
@@ -22,14 +23,14 @@ from outrider.draft_models.targets.narrowed import MARK, DraftVocabulary, is_nar
 from outrider.draft_models.targets.settings import SMALL_LM
 from outrider.draft_models.targets.tensor_files import find_file
 
-TOKENS_FILE = "draft_tokens.safetensors"  # for a small LM with a draft vocabulary: the target's id of each of its ids
+TOKENS_FILE = "draft_tokens.safetensors"  # of a narrowed model: the target's id of each of its ids
 
 
 def count_tokens(examples: Iterable[Mapping[str, Tensor]], vocab_size: int) -> Tensor:
     """Counts [vocabulary] of each token as a supervised label in `examples`."""
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for example in examples:
-        labels = example["labels"]
+        labels = example["labels"]  # `IGNORE` where a token is not supervised
         counts += torch.bincount(labels[labels != IGNORE], minlength=vocab_size)[:vocab_size]
     return counts
 
@@ -47,7 +48,7 @@ def coverage(counts: Tensor, draft_tokens: Tensor) -> float:
 
 
 def draft_indices(labels: Tensor, draft_tokens: Tensor | None, vocab_size: int) -> Tensor:
-    """Each label's index in `draft_tokens`; IGNORE for labels outside. tokens None: the whole vocabulary."""
+    """Each label's index in `draft_tokens`; IGNORE for labels outside. draft_tokens None: the whole vocabulary."""
     if draft_tokens is None:
         return labels
     index_by_token = torch.full((vocab_size,), IGNORE, dtype=labels.dtype, device=labels.device)
@@ -56,7 +57,7 @@ def draft_indices(labels: Tensor, draft_tokens: Tensor | None, vocab_size: int) 
 
 
 def narrow_config(config: PreTrainedConfig, draft_vocabulary: DraftVocabulary) -> None:
-    """Reduce the `config` of a model to `draft_vocabulary`: k + 1 ids without special tokens."""
+    """Reduce the `config` of a model to `draft_vocabulary`: k + 1 ids without special tokens, and the key `MARK`."""
     mark = {"tokens": len(draft_vocabulary.tokens), "sha256": hashlib.sha256(_blob(draft_vocabulary)).hexdigest()}
     config.update({"vocab_size": len(draft_vocabulary.tokens) + 1, MARK: mark})
     config.update(dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")))
@@ -83,7 +84,8 @@ def narrow(model: PreTrainedModel, draft_vocabulary: DraftVocabulary) -> None:
 def widen(model: PreTrainedModel, draft_vocabulary: DraftVocabulary, special_ids: Mapping[str, object]) -> None:
     """Undo `narrow`, for engines in which target and drafter share a vocabulary. special_ids: the target's special ids.
 
-    Other tokens get, in the embedding, the row for other tokens; in the head the mean row, which is never the argmax.
+    Other tokens get, in the embedding, the row for other tokens; in the head the mean row, which is never the
+    argmax.
     """
     target_size, draft_size = draft_vocabulary.vocabulary, len(draft_vocabulary.tokens)
 
@@ -113,7 +115,7 @@ def fit_rows(model: PreTrainedModel, target_row_count: int, special_ids: Mapping
 def _replace_rows(
     model: PreTrainedModel, embed_map: Callable[[Tensor], Tensor], head_map: Callable[[Tensor], Tensor] | None = None
 ) -> None:
-    """Map the embedding's rows by `embed_map`, the head's by `head_map`; None: by `embed_map`, and still tied."""
+    """Map the embedding's rows by `embed_map`, the head's by `head_map`; None: by `embed_map`, and tied if it was."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     assert isinstance(embedding, nn.Embedding)
     assert isinstance(head, nn.Linear)
@@ -146,10 +148,11 @@ def read_draft_vocabulary(
     mark = getattr(config, MARK)
     read_with_digest(Path(file), mark.get("sha256") if isinstance(mark, dict) else None, remedy)
     with name_unreadable(file, "draft vocabulary"), safe_open(file, framework="pt") as stored:
-        tokens, target_size = stored.get_tensor("tokens"), int(stored.metadata()["of"])
-    require_tokens(tokens, config.vocab_size - 1, target_size, file)
+        tokens, target_size = stored.get_tensor("tokens"), int(stored.metadata()["of"])  # see `_blob`
+    require_tokens(tokens, config.vocab_size - 1, target_size, file)  # its last id stands for other tokens
     return DraftVocabulary(tokens, target_size)
 
 
 def _blob(draft_vocabulary: DraftVocabulary) -> bytes:
+    """The content of `TOKENS_FILE`; of: the size of the target's vocabulary."""
     return save({"tokens": draft_vocabulary.tokens.cpu()}, metadata={"of": str(draft_vocabulary.vocabulary)})

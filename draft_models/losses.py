@@ -1,8 +1,9 @@
 """Training losses that never hold a whole [tokens, vocabulary] logit matrix.
 
 Each loss (`linear_cross_entropy`, `linear_divergence`, `linear_topk_divergence`) picks the supervised positions and
-defines an objective: the value of the loss and its gradient for some rows of logits. `_LinearLoss` computes the logits
-in chunks of rows, gives each chunk to the objective in pieces, and sums values and gradients in its forward.
+defines an objective: the value of the loss and its gradient for some rows of logits, a row for each position.
+`_LinearLoss` computes the logits in chunks of rows, gives each chunk to the objective in pieces, and sums values and
+gradients in its forward. A `LogitRule` is what a model does to its head's logits, such as a soft cap.
 """
 
 import math
@@ -22,15 +23,16 @@ PLAIN = LogitRule()
 IGNORE = -100  # label of a position that is not supervised
 DIVERGENCES = get_args(Divergence)
 OVERLAPS = ("total_variation", "acceptance", "kl_tv")  # functions of α = Σ min(p, q)
-KL_FADES = 3.0  # kl_tv: the rate η at which KL gives way to total variation
-COPIES, PIECE = 12, 2**20  # most copies of its logits that an objective makes; on a CPU, the numbers in each of them
+KL_FADES = 3.0  # kl_tv: the rate η, in λ = exp(−η α), at which KL gives way to total variation
+COPIES = 12  # most copies of its logits that an objective makes
+PIECE = 2**20  # numbers of such a copy, on a CPU; elsewhere only `logits_at_once` limits it
 
 
 def rows_at_once(vocab_size: int, device: torch.device) -> int:
-    """Rows per chunk of logits over a head's `vocab_size`.
+    """Rows per chunk of logits over a head's `vocab_size`: enough to keep a GPU busy.
 
-    Enough to keep a GPU busy. On a CPU as many as make the weight's gradient, which is accumulated once per chunk, a
-    small part: of a vocabulary of 8,192 it took as long as the softmax in chunks of 256 rows.
+    On a CPU, enough to make the weight's gradient, which is accumulated once per chunk, a small part: in chunks of 256
+    rows it took as long as the softmax over 8,192 tokens.
     """
     if device.type != "cpu":
         return max(1024, logits_at_once(vocab_size, device))
@@ -38,23 +40,23 @@ def rows_at_once(vocab_size: int, device: torch.device) -> int:
 
 
 def rows_of_copies(vocab_size: int, device: torch.device) -> int:
-    """Rows of logits over `vocab_size` tokens that an objective sees at a time: on a CPU few, which caches keep."""
+    """Rows of logits over `vocab_size` tokens that an objective sees at a time: on a CPU few, which fit its caches."""
     return min(logits_at_once(vocab_size, device), max(1, PIECE // vocab_size) if device.type == "cpu" else 2**30)
 
 
 def loss_bytes(vocab: int, columns: int, device: torch.device) -> int:
-    """The bytes that a loss of a head over `vocab` takes at a time, at most. columns: of the target's logits."""
+    """The most bytes that a loss of a head over `vocab` tokens takes at a time. columns: of the target's logits."""
     chunk = rows_at_once(vocab, device)
     return FLOAT32_BYTES * (chunk * (vocab + columns) + COPIES * min(chunk, rows_of_copies(columns, device)) * columns)
 
 
 _ValueAndGrad = tuple[Tensor, Tensor | None]  # the loss of each row [n], its gradient w.r.t. the logits [n, V]
-# (logits of some rows, which rows, whether to compute a gradient, a teacher's logits for them, if there is a teacher)
+# (logits of some rows, which rows, whether to compute a gradient, the target's logits for them, or None)
 _Objective = Callable[[Tensor, slice, bool, Tensor | None], _ValueAndGrad]
 
 
 class _Teacher:
-    """A teacher's logits for the rows of a loss, which are asked for in ascending order.
+    """The target's logits for the rows of a loss, which are asked for in ascending order.
 
     states [m, d']; matrix [V', d'] of the logits; owners: the row of `states` for each of the n rows, ascending. The
     logits of a block of states are computed when the first of them is asked for.
@@ -78,8 +80,8 @@ class _Teacher:
 class _LinearLoss(torch.autograd.Function):
     """A loss of hidden · weightᵀ. Its forward computes the gradients chunk by chunk, so no logits are kept.
 
-    A product has `chunk` rows. The objective makes several copies of its logits, so it gets `piece` of these rows at a
-    time, transformed by `rule`. shares [n]: weights of the rows; None: 1.
+    hidden [n, d], weight [V, d]. A product has `chunk` rows. The objective makes several copies of its logits, so it
+    gets `piece` of these rows at a time, transformed by `rule`. shares [n]: weights of the rows; None: 1.
     """
 
     @staticmethod
@@ -145,10 +147,9 @@ def linear_cross_entropy(
     """The sum of −log softmax(hidden · weightᵀ)[label] over supervised positions, in float32 or better.
 
     hidden [..., d]; weight [V, d]; labels [...], `IGNORE` at unsupervised positions. Only supervised positions reach
-    the head, `rows_at_once` of them at a time. So memory is that many × V rather than tokens × V. Matrix
-    products run in hidden's dtype, or in autocast's. The weight's gradient is accumulated in float32.
-    rule: the model's transformation of its head's logits. shares [...]: weights of the positions. Without these two the
-    loss equals `F.cross_entropy(hidden @ weight.T, labels, reduction="sum")`.
+    the head, `rows_at_once` of them at a time. Matrix products run in hidden's dtype, or in autocast's. The weight's
+    gradient is accumulated in float32. rule: the model's transformation of its head's logits. shares [...]: weights of
+    the positions. Without these two the loss equals `F.cross_entropy(hidden @ weight.T, labels, reduction="sum")`.
     """
     keep_mask = labels != IGNORE
     label_ids, shares = labels[keep_mask], None if shares is None else shares[keep_mask]
@@ -245,10 +246,9 @@ def linear_topk_divergence(
     each term is smaller, but λ differs). p is normalised again (see `top_k_logs`). hidden, weight, labels, `kind` and
     shares as in `linear_divergence`.
 
-    With a draft vocabulary, top_ids are indices into it, and `IGNORE` for tokens outside it (see
-    `draft_models.draft_vocabulary.draft_indices`). Those are treated as in `linear_divergence`: they add nothing to
-    overlaps, and the KLs condition p on the others. Their share of the tail is unknown: the whole tail counts as the
-    drafter's other tokens, unless it has none.
+    With a draft vocabulary, top_ids are indices into it, and `IGNORE` for tokens outside it. These tokens are treated
+    as in `linear_divergence`: they add nothing to overlaps, and the KLs condition p on the others. Their share of the
+    tail is unknown: the whole tail counts as the drafter's other tokens, unless the drafter has no others.
     """
     keep_mask = labels != IGNORE
     logprobs, tail_probs = top_logprobs[keep_mask], tail[keep_mask]
@@ -344,7 +344,7 @@ def _forward_kl(target_logits: Tensor, logits: Tensor, p_rows: Tensor | None) ->
 
 
 def _divergence(kind: str, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """The divergence [n] of rows of log-probabilities [n, buckets], and its slope ∂D/∂log q for unconstrained q.
+    """The divergence [n] of rows of log-probabilities [n, tokens], and its slope ∂D/∂log q for unconstrained q.
 
     For `OVERLAPS`, p may sum to less than 1: the remaining mass is outside q's support. The gradient w.r.t. the logits
     z of q is slope − q · Σ slope, since ∂log q_i/∂z_j = [i = j] − q_j. A slope c · q has the gradient 0, so the slopes
@@ -382,8 +382,8 @@ def _apply(
     hidden: Tensor,
     weight: Tensor,
     objective: _Objective,
-    rule: LogitRule = PLAIN,
-    row_weights: Tensor | None = None,
+    rule: LogitRule,
+    row_weights: Tensor | None,
     teacher: _Teacher | None = None,
 ) -> Tensor:
     """`_LinearLoss` with the sizes of its chunks and pieces, in autocast's dtype."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["Model", "UserError", "load", "preset"]
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> object:  # Python calls this for a name that the module lacks
     if name not in __all__:
         raise AttributeError(f"module 'outrider' has no attribute {name!r}")
-    return getattr(import_large("outrider.api.model"), name)
+    return getattr(import_large("outrider.api.model"), name)  # has all that `__all__` names but `UserError`

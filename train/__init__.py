@@ -1,1 +1,1 @@
-"""Trainings: a file for each thing trained, to be read from top to bottom; core/ has the loop of all."""
+"""Trainings: a file for each kind of drafter, to be read from top to bottom; core/ has the loop that all share."""

@@ -1,5 +1,10 @@
 """The plan of `outrider auto`, computed from its minutes, the machine, and the speed of the target's first answers.
 
+`auto` is a pipeline of steps, each of which runs a command. The step "prompts" writes prompts, "responses" lets the
+target answer them, a step for each kind of drafter trains on the answers, "trigrams" counts an n-gram table of them,
+and "report" measures all drafters. A corpus is text that the user gives: a table and a small LM read it before the
+answers.
+
 `choose_rows` says how many prompts are answered together. After the first answers `choose_trainings` chooses drafters
 and minutes, and `configure_pipeline` turns the choice into options of the pipeline's steps. Example, minutes=20 on a
 GPU, when the first answers took 1 minute and a step loads for 0.1 minutes:
@@ -41,7 +46,7 @@ LEAST_MINUTES: Mapping[Device, float] = {"cpu": 4.0, "cuda": 0.75}  # of a train
 _SHORTEST, _LONGEST = 64, 256  # bounds of the tokens of a measured text, which is as long as the target's answers
 _BATCH_ROWS: Mapping[Device, int] = {"cpu": 40, "cuda": 256}  # prompts that are answered together at most
 _MAX_PARAMS = 1.25e9  # of a target: above it a CPU answers fewer at once, to keep the time of a batch
-_FEWEST_ROWS = 8  # up to which further rows of a pass cost a CPU little (passes_user_size_cpu.json)
+_FEWEST_ROWS = 8  # prompts: up to as many, further ones cost a CPU's pass little (passes_user_size_cpu.json)
 _UNTRAINED = (NGRAMS.name, PROMPT_LOOKUP.name)  # methods that are always measured
 # Shares of answers, trainings and report in the minutes that loading leaves.
 _WITH_TRAINING, _WITHOUT_TRAINING = (0.47, 0.36, 0.17), (0.7, 0.0, 0.3)
@@ -50,48 +55,39 @@ _MIN_HELDOUT = 8  # least number of answers that a training holds out
 _QUICK_STEPS = 1.5  # minutes of the steps without a target and without a limit: prompts, table, pages, exports
 _FEWEST_MINUTES = 2.0  # minutes that answers and report need at least: no `minutes` is below the sum of the two
 _REPORT_LOADS = 3.0  # loading times before a report measures: it compares, lays out and tunes models
-FIRST_MINUTES = (0.05, 0.5, 3.0)  # share of all minutes for the first answers, and its bounds
+FIRST_MINUTES = (0.05, 0.5, 3.0)  # share of all minutes for the first answers; bounds in minutes
 _WRITE_SHARE = 0.12  # share of all minutes in which the target writes prompts
 TOP_K = 16  # log-probabilities of a token in the answers: those of experiment=auto
-_FEWEST_PROMPTS = 40  # that it writes together
-TOKENISED_BYTES = 1.2e6  # of text in a second by a core
+_FEWEST_PROMPTS = 40  # that the target writes together
+TOKENISED_BYTES = 1.2e6  # of text that a core tokenises in a second
 # Bytes of text in a second that the small LM learns from at most: seven times the 12,000 of two cores (user_size.md).
 _LEARNT_BYTES: Mapping[Device, float] = {"cpu": 8e4, "cuda": 2e6}
-# The small LM with a corpus, and a target of more parameters: larger, as it learns from more text, and costs little
-# beside such a target (benchmarks/results/user_size.md).
+# The small LM with a corpus and a target of at least `_LARGE` parameters is wider: it learns from more text, and costs
+# little beside such a target (benchmarks/results/user_size.md).
 _LARGE = 5e8
-_WIDER = {
-    "drafter.layers": 3, "drafter.hidden": 384, "drafter.heads": 6, "drafter.kv_heads": 2, "drafter.intermediate": 1024,
-    "draft_vocabulary": 12288,
-}  # fmt: skip
-_AFTER_CORPUS: Mapping[str, object] = {"drafter": "pretrained", "fit.lr": 0.002, "fit.epochs": 40}
+_WIDER = {"drafter.layers": 3, "drafter.hidden": 384, "drafter.heads": 6, "drafter.kv_heads": 2,
+          "drafter.intermediate": 1024, "draft_vocabulary": 12288}  # fmt: skip
+_AFTER_CORPUS: Mapping[str, object] = {"drafter": "pretrained", "fit.lr": 0.002, "fit.epochs": 40}  # on the answers
 _ON_GPU = {"fit.batch_rows": 32, "fit.micro_batch_rows": 16, "fit.epochs": 20}  # of the trainings of short rows
 
 
 @dataclass(frozen=True)
 class FirstAnswers:
-    """Facts about the machine, and about a target from its first answers (0 before these).
-
-    rows: prompts that are answered together. tokens_per_second: of answers, together. answer_tokens: the mean of an
-    answer. prompts: all prompts, of which `answered` have an answer. context: of the target, in tokens. loading:
-    minutes in which a step starts and loads the target. spent: minutes so far. top_k: log-probabilities of a token
-    that the answers have. parameters: of the target; 0: unknown. tokenising_minutes: minutes for the corpus, once.
-    corpus_share: what a small LM reads of it.
-    """
+    """Facts about the machine, and about a target from its first answers (0 before these)."""
 
     device: Device
-    rows: int
-    tokens_per_second: float = 0.0
-    answer_tokens: float = 0.0
-    prompts: int = 0
-    context: int = UNLIMITED
-    loading: float = 0.0
-    spent: float = 0.0
-    answered: int = 0
-    top_k: int = TOP_K
-    parameters: float = 0.0
-    tokenising_minutes: float = 0.0
-    corpus_share: float = 1.0
+    rows: int  # prompts that are answered together
+    tokens_per_second: float = 0.0  # of all answers that are written together
+    answer_tokens: float = 0.0  # the mean of an answer
+    prompts: int = 0  # all prompts
+    context: int = UNLIMITED  # of the target, in tokens
+    loading: float = 0.0  # minutes in which a step starts and loads the target
+    spent: float = 0.0  # minutes so far
+    answered: int = 0  # prompts that have an answer
+    top_k: int = TOP_K  # log-probabilities of each token that the answers have
+    parameters: float = 0.0  # of the target; 0: unknown
+    tokenising_minutes: float = 0.0  # for the whole corpus, once
+    corpus_share: float = 1.0  # the part of the corpus that a small LM reads
 
     @property
     def longest_text(self) -> int:
@@ -106,6 +102,7 @@ class FirstAnswers:
     def unlimited_minutes(self, kinds: Sequence[str]) -> float:
         """The minutes that are spent, and those of all that has no limit if drafters of these kinds are trained."""
         corpus_reads = 1 + self.corpus_share * (SMALL_LM.name in kinds)  # by the table, and by the small LM
+        # The target is loaded for the answers, the report and each training.
         return self.spent + _QUICK_STEPS + self.loading * (2 + len(kinds)) + self.tokenising_minutes * corpus_reads
 
     def report_minutes(self, kinds: Sequence[str], text_tokens: float) -> float:
@@ -128,15 +125,12 @@ class FirstAnswers:
 
 @dataclass(frozen=True)
 class Choice:
-    """The kinds of drafters to train, reasons against the other kinds, and the minutes of every step with a limit.
+    """What is trained, and for how long."""
 
-    finished: by kind, the folder of a drafter that was trained for this target before. It is measured.
-    """
-
-    kinds: tuple[str, ...]
-    not_tried: Mapping[str, str]
-    minutes: Mapping[str, float]
-    finished: Mapping[str, str] = field(default_factory=dict)
+    kinds: tuple[str, ...]  # of drafters to train
+    not_tried: Mapping[str, str]  # by another kind, the reason against it
+    minutes: Mapping[str, float]  # by step, its limit; steps without a limit are missing
+    finished: Mapping[str, str] = field(default_factory=dict)  # by kind, the folder of an earlier drafter to measure
 
 
 NO_CHOICE = Choice((), {}, {})
@@ -145,17 +139,17 @@ NO_CHOICE = Choice((), {}, {})
 def choose_rows(device: Device, parameter_count: float, cache_bytes: float, free_bytes: float) -> int:
     """The number of prompts to answer together: limited by memory, and on a CPU to about a minute.
 
-    cache_bytes: cache of a prompt and its answer. free_bytes: memory left by the target's weights.
+    cache_bytes: cache of a prompt and its answer. free_bytes: memory left by the weights, of which caches take half.
     """
-    size_factor = 1.0 if device == "cuda" else min(1.0, _MAX_PARAMS / parameter_count)
-    row_count = max(_FEWEST_ROWS, _BATCH_ROWS[device] * size_factor)
+    batch_factor = 1.0 if device == "cuda" else min(1.0, _MAX_PARAMS / parameter_count)
+    row_count = max(_FEWEST_ROWS, _BATCH_ROWS[device] * batch_factor)
     return max(1, min(int(row_count), int(free_bytes / 2 / cache_bytes)))
 
 
 def choose_corpus_share(config: AutoConfig, device: Device, corpus_bytes: float) -> float:
     """The share of a corpus of so many bytes that the small LM can learn from in its minutes at most."""
     _, training_share, _ = _WITH_TRAINING
-    learnt_bytes = _LEARNT_BYTES[device] * 60 * config.minutes * training_share / 2
+    learnt_bytes = _LEARNT_BYTES[device] * 60 * config.minutes * training_share / 2  # answers take the other half
     return float(f"{min(1.0, learnt_bytes / max(1.0, corpus_bytes)):.2g}")
 
 
@@ -190,7 +184,7 @@ def _find_shortages(config: AutoConfig, answers: FirstAnswers, candidate_kinds: 
             shortage = f"all prompts make {answer_tokens:,.0f} tokens of answers"
             shortages[kind] = f"{shortage}; it learns enough from {enough_tokens:,}: {remedy}"
             continue
-        training_count = 1 + candidate_kinds.index(kind) - len(shortages)
+        training_count = 1 + candidate_kinds.index(kind) - len(shortages)  # with those before it that are trained
         training_minutes = training_count * LEAST_MINUTES[answers.device] / training_share
         answering_minutes = enough_tokens / answers.tokens_per_minute / answer_share
         needed_minutes = max(answering_minutes, training_minutes) + answers.unlimited_minutes([kind])
@@ -203,7 +197,7 @@ def _share_minutes(
     config: AutoConfig, answers: FirstAnswers, kinds: tuple[str, ...], skip_reasons: Mapping[str, str],
     finished_dirs: Mapping[str, str],
 ) -> Choice:  # fmt: skip
-    """The choice of these kinds, with the minutes of each step (see the module's example).
+    """The choice of these kinds, with the minutes of each step (as in the module's example).
 
     The answers get no more minutes than all prompts need, and leave the report the fewest prompts for a verdict.
     """
@@ -219,6 +213,7 @@ def _share_minutes(
     answered_minutes = answers.answered * answers.answer_tokens / answers.tokens_per_minute
     report_minutes = (1 - training_share) * budget - answer_minutes
     limits = {"responses": answer_minutes + answered_minutes}
+    # A server answers the held-out prompts, and a replay of these answers is the report.
     limits |= dict.fromkeys(("heldout", "replay"), report_minutes / 2) if config.server else {"report": report_minutes}
     limits |= {TRAINABLE[kind].step: training_share * budget / len(kinds) for kind in kinds}
     if config.corpus and SMALL_LM.name in kinds:
@@ -229,8 +224,11 @@ def _share_minutes(
 def configure_pipeline(
     config: AutoConfig, choice: Choice, answers: FirstAnswers, config_for: ConfigFor
 ) -> PipelineConfig:
-    """The pipeline that carries out `choice`: experiment=auto, without the drafters that are not trained."""
-    experiment = config_for("train/pipeline.py", ["experiment=auto"])
+    """The pipeline that carries out `choice`: experiment=auto, without the drafters that are not trained.
+
+    Its `steps` have the options of each step by dotted key, such as data.heldout_fraction.
+    """
+    experiment = config_for("train/pipeline.py", ["experiment=auto"])  # settings of the command, composed from files
     assert isinstance(experiment, PipelineConfig)
     training_steps = [TRAINABLE[kind].step for kind in choice.kinds]
     omitted_steps = {kind.step for kind in TRAINABLE.values()} - {*training_steps}
@@ -251,7 +249,7 @@ def configure_pipeline(
     if config.prompts is None:
         writing_minutes, row_count = float(f"{_WRITE_SHARE * config.minutes:.3g}"), max(_FEWEST_PROMPTS, answers.rows)
         steps["prompts"] |= {MINUTES: writing_minutes, "batch_size": row_count}
-    steps["responses"] |= {"batch_size": answers.rows, "shard_size": max(128, 2 * answers.rows)}
+    steps["responses"] |= {"batch_size": answers.rows, "shard_size": max(128, 2 * answers.rows)}  # of a file
     if config.server:
         _let_server_answer(config, steps, answers)
     measured_kinds = (*choice.kinds, *choice.finished)
@@ -272,7 +270,7 @@ def configure_pipeline(
 
 
 def _read_corpus_first(corpus_paths: Sequence[str], steps: dict[str, dict[str, object]], answers: FirstAnswers) -> None:
-    """Add steps that read the corpus: a table and a small LM, with which those of the answers go on."""
+    """Add steps that count the corpus and train a small LM on it; the steps on the answers then go on from these."""
     corpus_options = {"data": "local", "data.path": [*corpus_paths]}
     steps[CORPUS_TABLE] = steps["trigrams"] | corpus_options
     if SMALL_LM.name not in steps:
@@ -282,7 +280,7 @@ def _read_corpus_first(corpus_paths: Sequence[str], steps: dict[str, dict[str, o
     shape_options = {name: options.pop(name) for name in shape_keys}
     wider_options = {} if 0 < answers.parameters < _LARGE else _WIDER
     steps[CORPUS_LM] = options | shape_options | wider_options | corpus_options | {"objective": "cross_entropy"}
-    for name in ("teacher", "data.heldout_fraction"):  # of the answers
+    for name in ("teacher", "data.heldout_fraction"):  # options for the answers alone
         steps[CORPUS_LM].pop(name, None)
     if answers.corpus_share < 1:
         steps[CORPUS_LM]["data.share"] = answers.corpus_share
@@ -316,10 +314,8 @@ def _size_training(step_name: str, device: Device, answer_count: float) -> dict[
 
 def describe_choice(choice: Choice, answers: FirstAnswers) -> str:
     """The plan as text."""
-    lines = [
-        f"  looked: {answers.tokens_per_second:.0f} tokens of answers a second, {answers.answer_tokens:.0f} an answer, "
-        f"{answers.prompts} prompts; a step loads for {60 * answers.loading:.0f} s"
-    ]
+    speed = f"{answers.tokens_per_second:.0f} tokens of answers a second, {answers.answer_tokens:.0f} an answer"
+    lines = [f"  looked: {speed}, {answers.prompts} prompts; a step loads for {60 * answers.loading:.0f} s"]
     step_names = sorted(choice.minutes, key=[*STEPS, "replay"].index)
     lines += [f"  {name}: {choice.minutes[name]:.1f} minutes" for name in step_names if choice.minutes[name]]
     lines += [f"  not tried: {kind}: {reason}" for kind, reason in choice.not_tried.items()]

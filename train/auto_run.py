@@ -1,8 +1,8 @@
 """Run `outrider auto`: time the target's first answers, choose, run the pipeline, export, recommend a drafter.
 
 `run_auto` is the whole story. Before anything is made it checks prompts, target and memory, and the inputs of every
-step of a pipeline with all drafters. The record of a run's first answers and choice is auto.json; a resumed run goes on
-from it.
+step of a pipeline with all drafters. A step runs a command, such as a training. The record of a run's first answers and
+choice is auto.json; a resumed run goes on from it. With server=URL a server answers in place of a local target.
 """
 
 import time
@@ -59,7 +59,7 @@ from outrider.train.steps import ConfigFor, Step, write_words
 _LONGER = {"max_new_tokens": 256, "num_prompts": None}  # options of the report of longer texts
 _OF_SHORT_TEXTS = {*_LONGER, MINUTES, "card", "resume", "out_dir"}  # options of the report that are not for longer ones
 RECORD = "auto.json"
-_EXPORT, _EXPORT_MINUTES = "train/export.py", 0.5  # exports come after the last step
+_EXPORT, _EXPORT_MINUTES = "train/export.py", 0.5  # minutes kept for exports, after the last step
 _TEXT_TOKENS = 1024  # of a prompt and its answer
 _FEWEST_TEXTS = 8  # that a share of the corpus holds out
 _REMEDY = "give another out_dir"
@@ -71,14 +71,11 @@ _EXPORTED = {*(kind.step for kind in TRAINABLE.values()), "trigrams"}  # steps w
 
 @dataclass(frozen=True)
 class Start:
-    """The facts with which a run began, stored in `RECORD`.
+    """The facts with which a run began, stored in `RECORD`."""
 
-    made_of: the options that decide the result. look: facts of the first answers.
-    """
-
-    made_of: dict[str, object]
-    look: FirstAnswers
-    choice: Choice
+    made_of: dict[str, object]  # the options that decide the result
+    look: FirstAnswers  # facts of the target's first answers
+    choice: Choice  # the drafters to train, and the minutes of each step
 
 
 def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
@@ -100,7 +97,7 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
     _check_prompts(config, target, answers)
     unfit_reasons = _find_unfit(config)
     kinds = auto_choice.ORDER[device] if config.train == "auto" else config.train
-    choice = Choice(tuple(kind for kind in kinds if kind not in unfit_reasons), {}, {})
+    choice = Choice(tuple(kind for kind in kinds if kind not in unfit_reasons), not_tried={}, minutes={})
     pipeline = configure_pipeline(config, choice, answers, config_for)
     plan = plan_steps(pipeline, config_for)
     check_steps(pipeline, plan)
@@ -108,9 +105,8 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
         corpus_share = _share_of_corpus(config.corpus, auto_choice.choose_corpus_share(config, device, corpus_bytes))
         answers = replace(answers, corpus_share=corpus_share)
     memory = _describe_memory(target, available_bytes) if target.is_seen else f"top_k={answers.top_k}"
-    print(
-        f"auto target={config.server or config.target} device={device} minutes={config.minutes:g} {memory}", flush=True
-    )
+    answerer = config.server or config.target
+    print(f"auto target={answerer} device={device} minutes={config.minutes:g} {memory}", flush=True)
     if config.plan:
         print(auto_choice.describe_outlook(config, answers, unfit_reasons), flush=True)
         return
@@ -122,7 +118,7 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
         pipeline, answers = configure_pipeline(config, start.choice, start.look, config_for), start.look
         plan = plan_steps(pipeline, config_for)
     # The minutes spent are of this run, or of the one that it goes on with.
-    limit = TimeLimit(config.minutes - _EXPORT_MINUTES, time.perf_counter(), 60 * answers.spent)
+    limit = TimeLimit(config.minutes - _EXPORT_MINUTES, started=time.perf_counter(), earlier=60 * answers.spent)
     run_pipeline(pipeline, plan, None if config.debug else limit)
     _conclude(config, pipeline.folder, plan, config_for)
 
@@ -135,7 +131,7 @@ def _share_of_corpus(paths: Sequence[str], share: float) -> float:
     fewest_texts = min(counts.values())
     if fewest_texts >= (_FEWEST_TEXTS if share < 1 else 1):
         return share
-    if share < 1:
+    if share < 1:  # again, with 1.5 times the share that would just do
         return _share_of_corpus(paths, min(1.0, 1.5 * share * _FEWEST_TEXTS / max(1, fewest_texts)))
     problem = f"no text of it is in the {min(counts, key=lambda split: counts[split])} split"
     remedy = "a file of text counts as one text: give more files, or a .jsonl file of texts"
@@ -145,7 +141,8 @@ def _share_of_corpus(paths: Sequence[str], share: float) -> float:
 def _size_batches(target: OpenTarget, device: Device, available_bytes: float) -> FirstAnswers:
     """The facts before the first answers: machine and context. available_bytes: bytes of memory."""
     storage = memory_plan.Storage(pick_dtype("fast", target.config, torch.device(device)).itemsize, _TEXT_TOKENS)
-    full_bytes, kv_bytes = (fn(target.config, storage) for fn in (memory_plan.weight_bytes, memory_plan.cache_bytes))
+    full_bytes = memory_plan.weight_bytes(target.config, storage)
+    kv_bytes = memory_plan.cache_bytes(target.config, storage)  # of one prompt with its answer
     param_count, weight_bytes = full_bytes / storage.itemsize, stored_bytes(target, torch.device(device)) or full_bytes
     row_count = auto_choice.choose_rows(device, param_count, kv_bytes, available_bytes - weight_bytes)
     return FirstAnswers(device, row_count, context=context_limit(target.config), parameters=param_count)
@@ -241,12 +238,13 @@ def _time_answers(config: AutoConfig, facts: FirstAnswers, began: float, config_
     """Let the target answer for a short time. The answers are kept; the step `responses` adds to them."""
     pipeline = configure_pipeline(config, NO_CHOICE, facts, config_for)
     folder = pipeline.folder / "responses"
-    earlier = seconds_spent(folder)  # by a look whose minutes were too few
+    earlier = seconds_spent(folder)  # on the first answers of a run that ended before its choice
+    # smallest_batch: a batch that would take too long goes on with fewer prompts, at least one.
     look_options: dict[str, object] = {MINUTES: auto_choice.first_minutes(config) + earlier / 60, "smallest_batch": 1}
     first_steps = {name: pipeline.steps[name] for name in ("prompts", "responses")}
-    first_pipeline = replace(pipeline, steps=first_steps, more={"responses": look_options})
+    first_pipeline = replace(pipeline, steps=first_steps, more={"responses": look_options})  # more: over `steps`
     log = pipeline.folder / LOG
-    with Stage("looking at the target", most=60 * config.minutes + began - time.monotonic()):
+    with Stage("looking at the target", max_seconds=60 * config.minutes + began - time.monotonic()):
         for step in plan_steps(first_pipeline, config_for):
             step_began = time.monotonic()
             # The pipeline then finds the step begun.
@@ -282,7 +280,7 @@ def _conclude(config: AutoConfig, folder: Path, plan: list[Step], config_for: Co
 
 def _describe_report(config: AutoConfig, folder: Path, plan: list[Step]) -> list[str]:
     """The recommendation, and the commands that serve the drafters, repeat the report and measure longer texts."""
-    *_, last_step = plan
+    *_, last_step = plan  # the report
     words, reports = last_step.words, read_reports(last_step.product, "remove it, and resume=true does the step again")
     lines = [write_recommendation(reports), f"report: {last_step.product.with_name('report.html')}"]
     step_names = [step.name for step in plan if step.name in _EXPORTED]
@@ -314,7 +312,7 @@ def _write_command(config: AutoConfig, command_name: str, options: Mapping[str, 
 
 
 def _export(config: AutoConfig, folder: Path, step_name: str, config_for: ConfigFor) -> str:
-    """Write a drafter for an engine: llama.cpp if it can run target and drafter, else vLLM. Returns the folder."""
+    """Write a drafter for an engine: llama.cpp if it can run target and drafter, else vLLM. Returns a line on it."""
     out_dir = folder / "export" / step_name
     options: dict[str, object] = {"checkpoint": folder / step_name, "out_dir": out_dir, "resume": True}
     is_gguf = (config.tokenizer or config.target).endswith(".gguf")

@@ -1,8 +1,8 @@
 """The part of `outrider auto server=URL` that differs: the server is tried out first, and a replay is the report.
 
 The steps are those of `auto_run` with the server in the target's place. It answers the held-out prompts greedily too. A
-replay of these answers gives the exact τ of look-ups, tables and small LMs at several lengths of drafts, and requests
-time the engine's passes (`inference.measure.server_costs`). Both give the speed-up to expect there.
+replay drafts for these recorded answers without the target: so τ of look-ups, tables and small LMs is exact, at several
+lengths of drafts. Requests time the engine's passes. Both give the speed-up to expect there.
 """
 
 import json
@@ -29,7 +29,7 @@ from outrider.train.steps import ConfigFor, write_words
 
 REPLAY, LOG = "inference/replay.py", "auto.log"
 LENGTHS = (1, 2, 3, 4, 6, 8)  # of the drafts that are replayed
-_MAX_ANSWERS = 100  # answers at most, of each length
+_MAX_ANSWERS = 100  # answers that are replayed at most, with drafts of each length
 
 
 def open_server(config: AutoConfig, target: OpenTarget, top_k: int) -> TargetServer:
@@ -64,8 +64,11 @@ def replay_there(config: AutoConfig, folder: Path, step_names: Sequence[str], co
 
 
 def recommend_there(reports: Sequence[MethodReplay]) -> str:
-    """The sentence about the method with the highest speed-up to expect. reports: of a replay."""
-    speedups = {report.method: report.expected or MedianInterval() for report in reports}
+    """The sentence about the method with the highest speed-up to expect. reports: of a replay, one for each method.
+
+    A verdict needs a 95 % interval of the speed-up on one side of 1 + `MARGIN`, an error common to all prompts.
+    """
+    speedups = {report.method: report.expected or MedianInterval() for report in reports}  # without timed passes: empty
     best = max(reports, key=lambda report: (speedups[report.method].median or 0.0, report.tau))
     speedup, tau_text = speedups[best.method], f"τ {best.tau:.2f}"
     if best.expected is None:

@@ -2,8 +2,14 @@
 
     python train/calibrate.py checkpoint=runs/eesd
 
-`calibrate` is the whole training, `CalibrationStudent.forward` its step with the loss. The loop around the step is
-train/core/loop.py.
+A head estimates the probability that the target accepts a drafted token, from hidden states of target and drafter, the
+token's position in the draft, and its probability q ("confidence"). First drafting is captured: the drafter continues
+texts, and every token that the target accepts or rejects becomes an example with a label, 1 or 0. The target decodes
+the texts, or its answers are on record (answers=recorded). Then the head is fitted to the examples of the split
+"train".
+
+`calibrate` is the whole training, `CalibrationStudent.forward` its step with the loss. A student is a module to train;
+the loop around the step is train/core/loop.py. A reading says how the tensors in a drafter's files are used.
 """
 
 if __name__ == "__main__":  # before the imports below, which take seconds
@@ -71,14 +77,14 @@ def calibrate(config: CalibrateConfig) -> None:
         config = with_heldout_of_drafter(config, kind)
         if config.answers == "recorded":
             require_answers_of(target, config.data)
-        plugin = kind.load_plugin().read_with(config.reading)
+        plugin = kind.load_plugin().read_with(config.reading)  # loads and runs drafters of this kind
         digest = plugin.digest(config.checkpoint)
         assert isinstance(plugin, ModelDrafterPlugin)  # true of every kind that has a head
         warn_of_template(config, plugin.training_record(config.checkpoint).data, target)
         identity = run.from_main(lambda: target.identity)
         record = {name: identity[name] for name in ("config", "tensors")} if target.is_seen else identity
         dtype, end_ids = pick_dtype(config.dtype, target.config, run.device), end_tokens(target)
-        drafter = plugin.load(config.checkpoint, target, {}, dtype=dtype, device=run.device)
+        drafter = plugin.load(config.checkpoint, target, {}, dtype=dtype, device=run.device)  # {}: with no head
 
         def load_drafting() -> capture.Drafting:
             decode = load_decoder(config, kind, target, drafter, dtype, run.device)
@@ -89,10 +95,12 @@ def calibrate(config: CalibrateConfig) -> None:
         settings["format"] = 2  # 1 took indices of draft vocabularies for ids of end tokens
         settings |= {"drafter": digest, "target": digest_of(record)[:16], "dtype": str(dtype), "ends": sorted(end_ids)}
         texts = load_texts(config, target, position_limits({kind.name: drafter}))
+        # A target known by its tokenizer alone gets a vocabulary that holds all ids.
         largest_ids = [max(text.prompt + (text.answer or [])) for split_texts in texts.values() for text in split_texts]
         target = target.resize(max(*largest_ids, *(lm.config.vocab_size - 1 for lm in plugin.causal_lms(drafter))))
         limit = TimeLimit(config.minutes)
         captured = capture.capture_splits(run.out_dir, settings, texts, load_drafting, limit, run.state)
+        # Held-out drafts are captured whole. Tested: up to the first rejected token, as all training examples are.
         examples, heldout = captured["train"], capture.select_tested(captured["heldout"])
         heldout = {name: value.to(run.device) for name, value in heldout.items()}
 
@@ -100,11 +108,8 @@ def calibrate(config: CalibrateConfig) -> None:
         settings = {"capture": settings, "l2": config.l2, "odds": config.odds, "examples": len(examples["label"])}
 
         def evaluate(step: int) -> Metrics:
-            return {
-                "brier": calibration_scores.brier_score(
-                    calibration_scores.predict_acceptance(student.fold_standardisation(), heldout), heldout["label"]
-                )
-            }
+            predictions = calibration_scores.predict_acceptance(student.fold_standardisation(), heldout)
+            return {"brier": calibration_scores.brier_score(predictions, heldout["label"])}
 
         identity = {**settings, "labels": digest_of(examples["label"].tolist())[:16]}
         result = run.fit(student, Examples(examples), config.fit, identity=identity, evaluate=evaluate)
@@ -120,12 +125,10 @@ def kind_to_calibrate(config: CalibrateConfig) -> Kind:
     """The kind of drafter in `config.checkpoint`. Raises `UserError` if a calibration head cannot read that kind."""
     kind = kind_in(config.checkpoint)
     if kind is None or kind.calibration is None:
-        expected = ", ".join(f"{spec.name} ({spec.file})" for spec in KINDS.values() if spec.calibration is not None)
+        names = ", ".join(f"{spec.name} ({spec.file})" for spec in KINDS.values() if spec.calibration is not None)
         problem = "no drafter there" if kind is None else f"{kind.name} has no hidden states that a head could read"
-        raise UserError(
-            f"checkpoint={config.checkpoint}: {problem}; expected the directory of one of {expected}. Fetch one that "
-            "is on the Hub: hf download NAME --local-dir FOLDER"
-        )
+        hint = "Fetch one that is on the Hub: hf download NAME --local-dir FOLDER"
+        raise UserError(f"checkpoint={config.checkpoint}: {problem}; expected the directory of one of {names}. {hint}")
     if not kind.readings and config.reading.overrides:
         raise UserError(f"{config.reading}: expected nothing where checkpoint={config.checkpoint} is no draft head")
     if kind == EARLY_EXIT and config.tokenizer is not None:
@@ -139,10 +142,9 @@ def kind_to_calibrate(config: CalibrateConfig) -> Kind:
 
 
 def with_heldout_of_drafter(config: CalibrateConfig, kind: Kind) -> CalibrateConfig:
-    """`config` with the held-out share of the drafter's training, so that the head is not tested on text that the
-    drafter has seen.
+    """`config` with the held-out share of the drafter's training: so no held-out text is one that the drafter has seen.
 
-    A share other than the default is kept, with a warning.
+    A share in `config` other than the default stays, with a warning.
     """
     data_settings = kind.load_plugin().read_with(config.reading).training_record(config.checkpoint).data or {}
     recorded, fraction = data_settings.get("heldout_fraction"), config.data.heldout_fraction
@@ -165,7 +167,7 @@ def find_target(config: CalibrateConfig, kind: Kind) -> OpenTarget:
     """The target of `config`; the checkpoint of an early exit names its target. Raises `UserError`."""
     if kind == EARLY_EXIT:
         return open_target_of(config.checkpoint, config.target, config.revision)
-    return open_given(config, by_layers=kind.layers)
+    return open_given(config, by_layers=kind.layers)  # kind.layers: it drafts with layers of the target
 
 
 def warn_of_template(config: CalibrateConfig, data_settings: Mapping[str, object] | None, target: OpenTarget) -> None:
@@ -180,8 +182,10 @@ def warn_of_template(config: CalibrateConfig, data_settings: Mapping[str, object
 def load_texts(
     config: CalibrateConfig, target: OpenTarget, context_limits: Sequence[int]
 ) -> dict[Split, list[capture.TextToContinue]]:
-    """The texts of each split to continue. context_limits: context limits of the drafter, in tokens. Raises `UserError`
-    if a split has none, and if no prompt leaves room for the new tokens."""
+    """The texts of each split to continue. context_limits: of the drafter, in tokens.
+
+    Raises `UserError` if a split has no text, and if no prompt leaves room for the new tokens.
+    """
     context = min([context_limit(target.config), *context_limits])
     prompt_limit = min(config.seq_len, context - config.new_tokens)
     if prompt_limit < 1:
@@ -208,7 +212,7 @@ def load_texts(
 def load_decoder(
     config: CalibrateConfig, kind: Kind, target: OpenTarget, model: nn.Module, dtype: torch.dtype, device: torch.device
 ) -> Callable[..., Iterator[Round]]:
-    """The function that decodes a text (see `Drafting.decode`): the whole target, or its recorded answers.
+    """The function that decodes a text in rounds of draft and verification, by the target or its recorded answers.
 
     The drafter `model` is prepared for decoding too. Of the target only the layers that the drafter shares are read if
     the answers are recorded.
@@ -233,16 +237,16 @@ def load_decoder(
 class CalibrationStudent(Student):
     """The head on standardised inputs, so that one learning rate fits every model; see `fold_standardisation`.
 
-    The head begins as the draft's own odds, shifted to the mean acceptance, so that few steps are enough. captured: the
-    tokens to train on, of which means and deviations are taken.
+    The head begins as the draft's own odds, the log-odds of q, shifted to the mean acceptance, so that few steps are
+    enough. captured: the tokens to train on, of which means and deviations are taken. l2: the weight of the penalty.
     odds=False: the draft's odds get no weight, as in the paper.
     """
 
-    mean_target: Tensor
-    mean_draft: Tensor
+    mean_target: Tensor  # [d_target], of hidden states, as the scale
+    mean_draft: Tensor  # [d_draft]
     scale_target: Tensor
     scale_draft: Tensor
-    mean_odds: Tensor
+    mean_odds: Tensor  # scalars
     scale_odds: Tensor
 
     def __init__(self, captured: Batch, l2: float, *, odds: bool = True):
@@ -256,7 +260,7 @@ class CalibrationStudent(Student):
             self.register_buffer(f"mean_{name}", hidden_states.mean(0), persistent=False)
             self.register_buffer(f"scale_{name}", hidden_states.std(0).clamp_min(1e-6), persistent=False)
         self.head = CalibrationHead(self.mean_target.shape[0], self.mean_draft.shape[0])
-        acceptance_rate = captured["label"].float().mean().clamp(0.01, 0.99)
+        acceptance_rate = captured["label"].float().mean().clamp(0.01, 0.99)  # so that its logit is finite
         nn.init.constant_(self.head.bias, float(acceptance_rate.logit()))
         nn.init.constant_(self.head.odds, float(self.scale_odds) if odds else 0.0)
         self.head.odds.requires_grad_(odds)
@@ -265,11 +269,9 @@ class CalibrationStudent(Student):
         self, target_hidden: Tensor, draft_hidden: Tensor, position: Tensor, confidence: Tensor, labels: Tensor
     ) -> Batch:
         """{"loss_sum"} over labels that are not IGNORE: binary cross-entropy, plus each label's share of
-        l2 · ‖weights‖². A convex problem.
-
-        Inputs are rows of `Examples`. There are thousands of weights and only thousands of tokens, so a head without l2
-        is overconfident. The weight of the draft's own odds is not penalised.
-        """
+        l2 · ‖weights‖². The problem is convex. Inputs are rows of `Examples`: hidden states [rows, tokens, d], the
+        others [rows, tokens]. There are thousands of weights and only thousands of tokens, so a head without l2 is
+        overconfident. The weight of the draft's own odds is not penalised."""
         mask = labels != IGNORE
         target_input = (target_hidden[mask].float() - self.mean_target) / self.scale_target
         draft_input = (draft_hidden[mask].float() - self.mean_draft) / self.scale_draft
@@ -292,21 +294,20 @@ class CalibrationStudent(Student):
 
 
 class Examples:
-    """Captured tokens as rows of `EXAMPLES` for `fit`; the last row is padded with tokens labelled IGNORE."""
+    """Captured tokens as rows of `ROW_TOKENS` tokens for `fit`; the last row is padded with tokens labelled IGNORE."""
 
     def __init__(self, captured: Batch):
         self.captured = captured
 
     def __len__(self) -> int:
-        return -(-len(self.captured["label"]) // capture.ROW_TOKENS)
+        return -(-len(self.captured["label"]) // capture.ROW_TOKENS)  # rounded up
 
     def __getitem__(self, index: int) -> Batch:
-        chunk = {
-            name: value[index * capture.ROW_TOKENS : (index + 1) * capture.ROW_TOKENS]
-            for name, value in self.captured.items()
-        }
-        chunk = {name: chunk[name] for name in ("target_hidden", "draft_hidden", "position", "confidence", "label")}
+        tokens = slice(index * capture.ROW_TOKENS, (index + 1) * capture.ROW_TOKENS)
+        names = ("target_hidden", "draft_hidden", "position", "confidence", "label")
+        chunk = {name: self.captured[name][tokens] for name in names}
         pad_count = capture.ROW_TOKENS - len(chunk["label"])
+        # Padded at the end of the first dimension.
         row = {name: nn.functional.pad(v, (0, 0) * (v.ndim - 1) + (0, pad_count)) for name, v in chunk.items()}
         labels = row.pop("label").long()
         labels[capture.ROW_TOKENS - pad_count :] = IGNORE
@@ -324,11 +325,11 @@ def save_head(
     captured: Mapping[Split, Batch],
     head_facts: Mapping[str, object],
 ) -> None:
-    """Fit the head's temperatures, write its scores, and store it with its drafter."""
+    """Fit the head's temperatures, write its scores, and store it with its drafter. Temperatures, one a position, scale
+    logits to calibrate survival: the product of the probabilities, that all tokens up to a position are accepted."""
     temper_scores = calibration_scores.temper_head(head, captured["heldout"], keep=config.odds)
-    scores = calibration_scores.score_head(
-        head, captured["train"], capture.select_tested(calibration_scores.rounds_of_later_half(captured["heldout"]))
-    )
+    later_half = calibration_scores.rounds_of_later_half(captured["heldout"])  # the earlier half fits the temperatures
+    scores = calibration_scores.score_head(head, captured["train"], capture.select_tested(later_half))
     report = {**scores, "survival": temper_scores}
     write_json(Path(config.out_dir) / "calibration.json", report)
     write_atomically(Path(config.out_dir) / "reliability.png", calibration_scores.plot_reliability(scores))
@@ -349,6 +350,5 @@ def plan_memory(config: CalibrateConfig, kind: Kind, target_config: PreTrainedCo
     plugin = kind.load_plugin().read_with(config.reading)
     memory_parts = memory_plan.target_memory(target_config, storage, layers_read(config, kind))
     memory_parts += memory_plan.drafter_memory(kind, plugin, config.checkpoint, target_config, storage)
-    return memory_plan.Plan(
-        memory_parts, {"positions": max_positions, "dtype": memory_plan.dtype_name(config.dtype, target_config, device)}
-    )
+    dtype_name = memory_plan.dtype_name(config.dtype, target_config, device)
+    return memory_plan.Plan(memory_parts, {"positions": max_positions, "dtype": dtype_name})

@@ -2,6 +2,10 @@
 
     python train/dspark.py target=MODEL data=ultrachat
 
+A block is the rows of one pass: the text's last token, then masks. It attends to features, which the drafter makes of
+the target's aux hidden states: those at its taps, some boundaries of target layers. A reading says how the tensors in a
+drafter's files are used. The anchor of a block is the last position of its context.
+
 `train_head` is the whole training, `HeadStudent.forward` its step with the loss, `DSparkStudent.unroll` what the
 drafter predicts. The loop around the step is train/core/loop.py.
 """
@@ -53,28 +57,27 @@ def train_dspark(config: DSparkConfig) -> None:
     block_reading = reading_of(config, stored_drafter, target)
 
     def save(trained: DFlash) -> str:
-        """As serving engines load it."""
+        """Write the drafter as serving engines load it; returns how they use it, in words."""
         drafter_copy = copy.deepcopy(trained).to(stored_dtype(target.config)).requires_grad_(False)
-        is_made_here = stored_drafter is None or stored_drafter.made_here
-        drafters.save_drafter(Path(config.out_dir), drafter_copy, target.config, made_here=is_made_here)
+        made_here = stored_drafter is None or stored_drafter.made_here  # by this toolkit from the beginning
+        drafters.save_drafter(Path(config.out_dir), drafter_copy, target.config, made_here=made_here)
         return drafters.describe_use(block_reading)
-
-    def new_student(target_stack: LayerStack, head: DFlash) -> DSparkStudent:
-        return DSparkStudent(target_stack, head, config)
 
     card_facts = {"block": block_reading.drafted, "markov_rank": block_reading.markov_rank}
     kind = HeadKind(
-        command="dspark", facts=card_facts, module=DFlash, new=drafters.new_drafter, student=new_student,
-        steps=block_reading.drafted, drafts=OneBlock, record=drafters.TRAINING_FILE, save=save,
+        command="dspark", facts=card_facts, module=DFlash, new=drafters.new_drafter,
+        student=partial(DSparkStudent, config=config), steps=block_reading.drafted, drafts=OneBlock,
+        record=drafters.TRAINING_FILE, save=save,
     )  # fmt: skip
     train_head(config, target, stored_drafter, block_reading, kind)
 
 
 def reading_of(config: DSparkConfig, stored_drafter: drafters.StoredBlock | None, target: OpenTarget) -> BlockReading:
-    """The reading of the drafter to train. Raises `UserError` if it cannot be trained with it."""
+    """The reading of the drafter to train: the stored one's, or that of a new one. Raises `UserError` if a drafter with
+    this reading cannot be trained."""
     if stored_drafter is not None:
         reading = stored_drafter.reading
-        if {*reading.spans} != {(None, False)} or not reading.own_head:
+        if {*reading.spans} != {(None, False)} or not reading.own_head:  # spans: (window, is causal) of each layer
             raise UserError(f"start={config.start}: only drafters are trained whose rows see each other and the whole "
                             "text, and that have a head")  # fmt: skip
         if reading.confidence != "none":
@@ -94,9 +97,8 @@ def reading_of(config: DSparkConfig, stored_drafter: drafters.StoredBlock | None
 class DSparkStudent(HeadStudent):
     """A block drafter that learns after a share `anchors` of the positions, drawn anew in every step.
 
-    The block after position i, of which the feature is the last of its context, has the text's token i + 1 and masks.
-    Its row t predicts the token i + 2 + t; in DFlash row t + 1 does. The Markov head is given the text's token
-    before the predicted one.
+    The block with the anchor i has the text's token i + 1, then masks. Its row t predicts the token i + 2 + t; in
+    DFlash row t + 1 does. The Markov head, a bias of the logits by the token before, reads the text's token.
     """
 
     head: DFlash
@@ -110,56 +112,61 @@ class DSparkStudent(HeadStudent):
             head.confidence_head.requires_grad_(False)
 
     def draw(self, loss_mask: Tensor, input_ids: Tensor) -> Tensor:
+        """The predictions `loss_mask` [B, T, slots] of a random share of the anchors, by each row's content."""
         if self.anchors == 1:
             return loss_mask
         uniforms = [row_generator(self.seed, self.step, row_ids).random(len(row_ids)) for row_ids in input_ids]
         return loss_mask & (torch.from_numpy(np.stack(uniforms)) < self.anchors).to(loss_mask.device)[..., None]
 
     def product(self, predictions: Predictions, input_ids: Tensor) -> Factors:
-        """The bias of the Markov head is a part of the product: its embedding stands beside the hidden states."""
+        """States and a matrix whose product has the logits with the bias of the Markov head: the bias is a product too,
+        of the head's embedding of the token before (rank r) and its second matrix, and stands beside lm_head's."""
         lm_head, markov = self.head.lm_head, self.head.markov_head
         assert lm_head is not None
         if markov is None:
             return predictions.hidden, lm_head.weight
-        prev_ids = input_ids.flatten()[predictions.labels]  # [n], the token before the predicted one
+        prev_ids = input_ids.flatten()[predictions.labels]  # [n], the tokens before: a label is the next token
         states = torch.cat([predictions.hidden, F.embedding(prev_ids, markov.markov_w1.weight)], dim=-1)  # [n, H + r]
         return states, torch.cat([lm_head.weight, markov.markov_w2.weight], dim=1)  # [V', H + r]
 
     def unroll(
         self, input_ids: Tensor, positions: Tensor, documents: Tensor, aux_states: Tensor, loss_mask: Tensor
     ) -> Predictions:
+        """A block runs after each position at which a slot, a token of its draft, has a loss. [R, T]: the texts as rows
+        of attention. N, K: the blocks of a row, and the rows of a block."""
         head, (batch_size, row_length, slot_count) = self.head, loss_mask.shape
         block_size, flat_mask, flat_ids = head.reading.block, loss_mask.flatten(0, 1), input_ids.flatten()
         head.reserve(row_length + block_size)
-        if input_ids.device.type == "cpu":  # as one row, since attention goes from document to document
-            documents = (documents + (row_length + 1) * torch.arange(batch_size)[:, None]).view(1, -1)
-        text_band, run_mask = packed_band(documents), flat_mask.any(-1).view_as(documents)
+        if input_ids.device.type == "cpu":  # all in one row, since attention goes from document to document
+            documents = (documents + (row_length + 1) * torch.arange(batch_size)[:, None]).view(1, -1)  # still distinct
+        text_band, has_anchor = packed_band(documents), flat_mask.any(-1).view_as(documents)
         all_indices = torch.arange(len(flat_ids), device=flat_ids.device).view_as(documents)
-        picks = positions_to_run(run_mask)
-        anchors = all_indices if picks is None else picks  # [R, N], flat indices of the last positions of contexts
+        picks = positions_to_run(has_anchor)  # None: all
+        anchors = all_indices if picks is None else picks  # [R, N], flat indices in the texts
+        # Each row of a block sees what its anchor sees of the text.
         mask = QueriesAt.of(text_band, documents, (anchors % documents.shape[1]).repeat_interleave(block_size, dim=1))
 
         # Read from the module that holds it, unlike in `DraftHead.embed`, as launchers that shard weights expect.
         embedding = (head.embed_tokens or self.stack.embed_tokens).weight
         ids = torch.full((*anchors.shape, block_size), head.reading.mask_token, device=anchors.device)  # [R, N, K]
-        ids[..., 0] = flat_ids[(anchors + 1) % len(flat_ids)]
+        ids[..., 0] = flat_ids[(anchors + 1) % len(flat_ids)]  # the text's last token has none, nor a loss
         block_embeds = F.embedding(ids.flatten(1), embedding).float() * head.reading.embedding_scale  # [R, N · K, H]
         features = head.features(aux_states.float()).view(*documents.shape, -1)  # [R, T, H]
-        cache = PackedBlocks(block_size)
+        cache = PackedBlocks(block_size)  # the keys and values of the features, and of the blocks
         head.store_context(features, head.rotary(positions.view_as(documents)), cache)
         rotary = head.rotary(block_positions(positions.flatten()[anchors], block_size))
         run_layers = partial(head.run, masks=[mask] * head.reading.layers, rotary=rotary, cache=cache)
         if self.recomputes and torch.is_grad_enabled():
             run_layers = partial(checkpoint, run_layers, use_reentrant=False, preserve_rng_state=False)
-        hidden = run_layers(block_embeds)
-        first_drafted = block_size - head.reading.drafted
+        hidden = run_layers(block_embeds)  # [R, N · K, H]
+        first_drafted = block_size - head.reading.drafted  # DFlash's first row predicts nothing
         hidden = hidden.unflatten(1, (-1, block_size))[:, :, first_drafted : first_drafted + slot_count]
         return predictions_of(hidden, anchors, flat_mask[anchors])
 
 
 def predictions_of(hidden: Tensor, anchors: Tensor, has_loss: Tensor) -> Predictions:
-    """The rows of blocks, hidden [R, N, slots, H], where `has_loss` [R, N, slots], ordered by their labels.
-    anchors [R, N]: the last position of each block's context."""
+    """The rows of blocks, hidden [R, N, slots, H], where `has_loss` [R, N, slots], ordered by the positions of their
+    labels. anchors [R, N]: flat indices in the texts."""
     slot_numbers = torch.arange(has_loss.shape[-1], device=anchors.device).expand_as(has_loss)  # [R, N, slots]
     label_indices = anchors[..., None] + 1 + slot_numbers
     sorted_indices, order = label_indices[has_loss].sort(stable=True)

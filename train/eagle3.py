@@ -2,6 +2,9 @@
 
     python train/eagle3.py target=MODEL data=ultrachat
 
+A head reads features, which are made of the target's aux hidden states: those at its taps, some boundaries of target
+layers. A reading says how the tensors in a head's files are used, a dialect is a format of these files.
+
 `train_head` is the whole training, `HeadStudent.forward` its step with the loss. The loop around the step is
 train/core/loop.py.
 """
@@ -62,32 +65,32 @@ def train_eagle3(config: Eagle3Config) -> None:
 def kind_of(
     config: Eagle3Config, stored_head: heads.StoredHead | None, head_reading: Reading, target_config: PreTrainedConfig
 ) -> HeadKind:
-    """What is particular to the training of a head of this reading. stored_head: its start, if any."""
+    """What is particular to the training of a head of this reading. stored_head: the head to continue from, if any."""
     is_mtp = isinstance(head_reading, MtpReading)
 
-    def new_student(target_stack: LayerStack, head: Eagle3) -> Eagle3Student:
-        return (MtpStudent if is_mtp else Eagle3Student)(target_stack, head, config)
-
     def save(trained_head: Eagle3) -> str:
-        """As serving engines load it."""
+        """Write the head as serving engines load it; returns how they use it, in words."""
         out_dir, dtype = Path(config.out_dir), stored_dtype(target_config)
         if isinstance(stored_head, StoredMtp):
             save_mtp(out_dir, trained_head, stored_head, dtype)
             return USE
         head, made_here = copy.deepcopy(trained_head).to(dtype), stored_head is None or stored_head.made_here
-        draft_length = min(config.draft_steps, 7)
+        draft_length = min(config.draft_steps, 7)  # that the files suggest, 7 at most
         heads.save_head(out_dir, head, config.dialect, target_config, config.target, draft_length, made_here=made_here)
         return heads.describe_use(config.dialect)
 
-    facts = {"draft_steps": config.draft_steps}
     return HeadKind(
-        command="eagle3", facts=facts, module=MtpHead if is_mtp else Eagle3, new=heads.new_head, student=new_student,
+        command="eagle3", facts={"draft_steps": config.draft_steps}, module=MtpHead if is_mtp else Eagle3,
+        new=heads.new_head, student=partial(MtpStudent if is_mtp else Eagle3Student, config=config),
         steps=max(config.draft_steps, WATCHED_DRAFT), drafts=Eagle3DraftModel, record=heads.TRAINING_FILE, save=save,
     )  # fmt: skip
 
 
 def open_start(config: Eagle3Config, target: OpenTarget) -> heads.StoredHead | None:
-    """The finished head to continue from, if any; warns if another trainer wrote it."""
+    """The finished head to continue from, if any. Warns if another trainer wrote the head; raises `UserError` for GGUF.
+
+    start=target is the target's own MTP head.
+    """
     if config.start is None:
         return None
     source = config.target if config.start == TARGET else config.start
@@ -101,7 +104,7 @@ def open_start(config: Eagle3Config, target: OpenTarget) -> heads.StoredHead | N
 
 
 def reading_of(config: Eagle3Config, stored_head: heads.StoredHead | None, target: PreTrainedConfig) -> Reading:
-    """The reading of the head to train. Raises `UserError` if it cannot be trained with it, or not be written."""
+    """The reading of the head to train. Raises `UserError` if such a head cannot be trained or written."""
     if stored_head is not None:
         reading = stored_head.reading
     else:
@@ -140,6 +143,7 @@ class Eagle3Student(HeadStudent):
             head.lm_head.requires_grad_(config.train_head)
 
     def draw(self, loss_mask: Tensor, input_ids: Tensor) -> Tensor:
+        """The predictions `loss_mask` [B, T, steps] up to a depth drawn at each position, by each row's content."""
         if self.keep == 1:
             return loss_mask
         return loss_mask & draw_depths(self.keep, self.steps, self.seed, self.step, input_ids)
@@ -154,40 +158,41 @@ class Eagle3Student(HeadStudent):
     def unroll(
         self, input_ids: Tensor, positions: Tensor, documents: Tensor, aux_states: Tensor, loss_mask: Tensor
     ) -> Predictions:
-        """Step 0 runs at all positions, to which later steps attend, and a later one where it or one after it has a
-        loss."""
+        """Step 0 runs at all positions, to which later steps attend. A later step runs where it or one after it has a
+        loss. Attention has rows [R, T]; a step runs at N positions of each row, of flat `indices` [R, N]."""
         head, (batch_size, row_length, step_count) = self.head, loss_mask.shape
         head.reserve(row_length + step_count)
-        if input_ids.device.type == "cpu":  # as one row, since attention goes from document to document
-            documents = (documents + (row_length + 1) * torch.arange(batch_size)[:, None]).view(1, -1)
-        band = packed_band(documents)
+        if input_ids.device.type == "cpu":  # all in one row, since attention goes from document to document
+            documents = (documents + (row_length + 1) * torch.arange(batch_size)[:, None]).view(1, -1)  # still distinct
+        band = packed_band(documents)  # the mask of the texts: causal, within documents
         is_run = (loss_mask.flip(-1).cumsum(-1).flip(-1) > 0).flatten(0, 1)  # [B · T, step_count]: a loss here or later
-        mask, indices = band, torch.arange(len(is_run), device=is_run.device).view_as(documents)  # where the step runs
+        mask, indices = band, torch.arange(len(is_run), device=is_run.device).view_as(documents)
         # Read from the module that holds it, unlike in `Eagle3.embed`, as launchers that shard weights expect.
         embedding = F.embedding(input_ids, (head.embed_tokens or self.stack.embed_tokens).weight).float()
         features = self.features(aux_states).float().view(*indices.shape, -1)
         cache, outputs, output_rows, label_indices = Steps(), list[Tensor](), list[Tensor](), list[Tensor]()
         for step in range(step_count):
-            if step and (picks := positions_to_run(is_run[indices, step])) is not None:
+            if step and (picks := positions_to_run(is_run[indices, step])) is not None:  # among the last step's
                 features, indices = F.embedding(picks, features.flatten(0, 1)), indices.flatten()[picks]
                 cache.picks[step], mask = picks, QueriesAt.of(band, documents, indices % documents.shape[1])
-            cache.tokens[step] = (indices + 1 + step) % len(is_run)
+            cache.tokens[step] = (indices + 1 + step) % len(is_run)  # beyond the end nothing has a loss
             run_step = partial(self._run_step, cache, step, mask, positions.flatten()[indices])
             if self.recomputes and torch.is_grad_enabled():
                 run_step = partial(checkpoint, run_step, use_reentrant=False, preserve_rng_state=False)
-            features, embedding = run_step(embedding, features), embedding[:, :0]
+            features, embedding = run_step(embedding, features), embedding[:, :0]  # only step 0 reads it (see `Steps`)
             has_loss = loss_mask.flatten(0, 1)[indices, step]
             output_rows.append(has_loss.flatten().nonzero()[:, 0] + sum(map(len, outputs)))
             label_indices.append(indices[has_loss] + 1 + step)
             outputs.append(features.flatten(0, 1))
         step_numbers = torch.cat([torch.full_like(chunk, step) for step, chunk in enumerate(label_indices)])
-        label, order = torch.cat(label_indices).sort(stable=True)
-        return Predictions(F.embedding(torch.cat(output_rows)[order], torch.cat(outputs)), label, step_numbers[order])
+        labels, order = torch.cat(label_indices).sort(stable=True)
+        return Predictions(F.embedding(torch.cat(output_rows)[order], torch.cat(outputs)), labels, step_numbers[order])
 
     def _run_step(
         self, step_cache: Steps, step: int, mask: Mask, positions: Tensor, embedding: Tensor, features: Tensor
     ) -> Tensor:
-        step_cache.step = step
+        """The outputs [R, N, H] of a step at `positions` [R, N], which are the features of the next step."""
+        step_cache.step = step  # set here, as a recomputed step runs again in the backward pass
         mask_by_window = dict.fromkeys(self.head.windows, mask)
         return self.head.run(embedding, features, mask_by_window, self.head.rotary(positions + step), step_cache)
 
@@ -199,6 +204,7 @@ class MtpStudent(Eagle3Student):
 
     @property
     def rule(self) -> LogitRule:
+        """From products to logits: the target's, such as a scale, for the target's head."""
         return PLAIN if self.head.reading.own_head else self.stack.spec.logits
 
     def product(self, predictions: Predictions, input_ids: Tensor) -> Factors:

@@ -1,4 +1,7 @@
-"""EESD: an early exit is trained on the few target layers that it needs.
+"""EESD: an early exit is trained on the few target layers that it needs, layers 0 to N − 1.
+
+The exit is `exit_depth` layers of its own, or none, with a norm and a head, on the hidden states of these layers. With
+`parallel` it drafts several tokens in one pass: masks stand for all but the first.
 
     python train/eesd.py target=MODEL data=ultrachat
 
@@ -99,9 +102,6 @@ def train_early_exit(config: EesdConfig) -> None:
             write_card(config, target.config.num_hidden_layers, student.drafter, start, result)
 
 
-# --- the target's layers and the exit on them
-
-
 def with_shape(config: EesdConfig, target_config: PreTrainedConfig) -> EesdConfig:
     """`config` with the exit layer, and with the shape of the early exit stored in `start` instead of it."""
     if config.start is None:
@@ -122,7 +122,7 @@ def with_shape(config: EesdConfig, target_config: PreTrainedConfig) -> EesdConfi
 def layers_read(config: EesdConfig, target_config: PreTrainedConfig) -> list[int] | None:
     """The target's layers that the training reads; None: all. Raises `UserError` if there is no such exit layer."""
     assert config.exit_layer is not None  # see `with_shape`
-    layer_ids = exit_layers(target_config, config.exit_layer)
+    layer_ids = exit_layers(target_config, config.exit_layer)  # the first N, and the last, which a new exit copies
     return None if config.online else layer_ids
 
 
@@ -134,11 +134,15 @@ def build_student(
     start_exit: EarlyExit | None,
     device: torch.device,
 ) -> "EarlyExitStudent":
-    """The exit on these layers of the target. draft_tokens: its draft vocabulary. start_exit: to go on from."""
+    """The exit on the target's layers `layer_ids` (see `layers_read`). draft_tokens: its draft vocabulary.
+
+    start_exit: the exit to go on from.
+    """
     target_model = target.layers(layer_ids, dtype=frozen_dtype(config.frozen_dtype, device), device=device)
     student = EarlyExitStudent(target_model, config, None if draft_tokens is None else draft_tokens.to(device))
     if start_exit is not None:
-        student.drafter.load_state_dict(start_exit.state_dict(), strict=False)  # it may have a mask, or need one
+        # Not strict: a mask, of drafts of several tokens in one pass, may be only in the one or in the other.
+        student.drafter.load_state_dict(start_exit.state_dict(), strict=False)
     return student
 
 
@@ -166,13 +170,13 @@ class EarlyExitStudent(Student):
             model, config.exit_layer, own_head=config.train_head, own_layer=config.train_layer, depth=config.exit_depth,
             draft_tokens=draft_tokens, parallel=config.parallel,
         ).float()  # fmt: skip
-        self.parallel = Parallel(
-            config.parallel or 1, self.drafter.vocabulary, config.fit.seed, config.position_weights
-        )
+        mask_id = self.drafter.vocabulary  # the id after the target's last one
+        self.parallel = Parallel(config.parallel or 1, mask_id, config.fit.seed, config.position_weights)
+        # The target's rows for the draft vocabulary, kept here as the target's head may be dropped.
         self.head_rows = self.drafter.output_head if not config.train_head and draft_tokens is not None else None
         self.stack = layer_stack(model, rotary_dtype=torch.float32)
         if not self.online:
-            self.stack.layers = self.stack.layers[: config.exit_layer]
+            self.stack.layers = self.stack.layers[: config.exit_layer]  # without the last, already copied
             del self.stack.norm
             if config.train_head or self.head_rows is not None:
                 del self.stack.head
@@ -181,7 +185,7 @@ class EarlyExitStudent(Student):
 
     def gradient_checkpointing_enable(self) -> None:
         """Recompute the exit layer in the backward pass instead of keeping its activations."""
-        layers: Any = self.drafter.layers  # NoLayer has nothing to recompute
+        layers: Any = self.drafter.layers  # with train_layer=false a NoLayer, which has nothing to recompute
         for layer in layers:
             layer.gradient_checkpointing = True
             layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
@@ -190,30 +194,37 @@ class EarlyExitStudent(Student):
         self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor, **top_k: Tensor
     ) -> dict[str, Tensor]:
         """{"loss_sum"} over supervised positions. All arguments are [B, T] (see `data_prep.text.rows`); labels are
-        already shifted, and `IGNORE` if unsupervised; top_k: top_ids, top_logprobs [B, T, k] and tail [B, T]."""
+        already shifted, and `IGNORE` if unsupervised; top_k: top_ids, top_logprobs [B, T, k] and tail [B, T].
+        With `parallel` the N positions are the T of the text and the masks of drafts after them, else T."""
         draft_rows = self.parallel.add_masks(self, self.stack, input_ids, labels, positions, documents)
         hidden, target_hidden = self.hidden(input_ids, positions, documents, draft_rows)  # [B, N, d], [B, T, d]
-        drafter = self.drafter
+        drafter, expand = self.drafter, draft_rows.expand  # from [B, T, …] of the text to [B, N, …]
         loss = draft_loss(
-            self.objective, head_product(drafter.output_head, hidden), draft_rows.labels, drafter.draft_tokens,
-            drafter.vocabulary, rule=drafter.rule,
-            target=None if target_hidden is None else head_product(self.stack.head, draft_rows.expand(target_hidden)),
-            target_rule=drafter.rule, top_k={name: draft_rows.expand(values) for name, values in top_k.items()},
-            slots=draft_rows.slots,
-        )  # fmt: skip
+            self.objective,
+            head_product(drafter.output_head, hidden),
+            draft_rows.labels,
+            drafter.draft_tokens,
+            drafter.vocabulary,
+            rule=drafter.rule,  # from products to logits
+            target_rule=drafter.rule,
+            slots=draft_rows.slots,  # which token of its draft each position predicts; None: all weigh the same
+            target=None if target_hidden is None else head_product(self.stack.head, expand(target_hidden)),
+            top_k={name: expand(values) for name, values in top_k.items()},
+        )
+        # Masks predict tokens again, so often on average. The loop divides by the number of supervised tokens alone.
         return {"loss_sum": loss / draft_rows.expected_predictions}
 
     def hidden(
         self, input_ids: Tensor, positions: Tensor, documents: Tensor, rows: DraftRows | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """The outputs of the exit layer and, if the whole target is loaded, of the target, after norms: [B, T, d].
+        """The outputs of the exit and, if the whole target is loaded, of the target, after their norms: [B, T, d] each.
 
-        rows: these and masks after them, of which the exit has outputs too, [B, N, d]. Their gradients run through the
-        frozen layers.
+        rows: the same text and masks of drafts after it; the exit then has outputs at all of them, [B, N, d]. Gradients
+        of masks run through the frozen layers, since the vector of the mask learns.
         """
         stack, exit_layer, text_length = self.stack, self.drafter.exit_layer, positions.shape[1]
         text_masks, target_out = stack.packed_masks(documents), None
-        ids, all_positions, draft_masks = (input_ids, positions, None) if rows is None else rows[:3]
+        ids, all_positions, draft_masks = (input_ids, positions, None) if rows is None else rows[:3]  # see `DraftRows`
         attention_masks, needs_grad = draft_masks or text_masks, draft_masks is not None and torch.is_grad_enabled()
         stack.reserve(text_length)
         rotary = stack.rotary(all_positions)  # float32, for the exit
@@ -237,23 +248,21 @@ class EarlyExitStudent(Student):
         return hidden[supervised].to(dtype), None if target_hidden is None else target_hidden[supervised]
 
 
-# --- evaluation
-
-
 def make_evaluation(
     config: EesdConfig, target: OpenTarget, heldout: TrainRows, student: EarlyExitStudent
 ) -> Callable[[int], Metrics]:
     """The evaluation during training: metrics of `HeldOutText.judge` and `Decoding`.
 
-    tau_analytic uses the whole target if it is loaded, for the loss or for `decode_prompts`. With the target's cached
-    top-k it is a lower bound (see `acceptance_by_top_k`). Else, and with `parallel`, it is absent; tau_text then says
-    how good the exit is, of one pass a token. With `decode_prompts` the whole target is loaded too, for top1_target and
-    real decoding.
+    tau_analytic, τ expected by p and q along the text, uses the whole target if it is loaded, for the loss or for
+    `decode_prompts`. With the target's cached top-k it is a lower bound (see `acceptance_by_top_k`). Else, and with
+    `parallel`, it is absent; tau_text, τ of greedy drafts if the target had written the text, then says how good the
+    exit is, of one pass a token. With `decode_prompts` the whole target is loaded too, for top1_target and decoding.
     """
     decoding = Decoding.of(target, heldout, config.decode_prompts, config.decode_tokens)
     device = student.stack.device
     dtype = frozen_dtype(config.frozen_dtype, device)
     full_target = load_to_decode(target, dtype, device) if decoding.texts else None
+    # acceptances: from full_target's distributions; an online student runs the target itself, whose states serve then.
     heldout_text = HeldOutText(heldout, config.eval_batch_rows, full_target, acceptances=not student.online)
 
     def evaluate(step: int) -> Metrics:
@@ -268,9 +277,6 @@ def make_evaluation(
         return metrics
 
     return evaluate
-
-
-# --- what is said and saved, and the memory
 
 
 def write_card(config: EesdConfig, layer_count: int, drafter: EarlyExit, start: str | None, result: FitResult) -> None:
@@ -289,8 +295,9 @@ def write_card(config: EesdConfig, layer_count: int, drafter: EarlyExit, start: 
 def plan_memory(config: EesdConfig, target: PreTrainedConfig) -> Plan:
     """The memory of training an early exit of the shape in `config` on a target of this config."""
     student, weight_count = empty_student(config, target)
-    grad_layers = student.stack.layers[: config.exit_layer] if config.parallel else None  # to the vectors of masks
-    memories = fit_memory(config, student, target.hidden_size, target.vocab_size, grad_layers)
+    grad_layers = student.stack.layers[: config.exit_layer] if config.parallel else None  # which masks' gradients cross
+    # read: the numbers that the frozen layers hand to the exit for each token, a hidden state.
+    memories = fit_memory(config, student, read=target.hidden_size, vocab_size=target.vocab_size, through=grad_layers)
     memories += [decoding_target(config, target)] if config.decode_prompts else []
     plan_facts = {"exit_layer": f"{config.exit_layer}/{target.num_hidden_layers}", "read_parameters": weight_count}
     plan_facts |= {"read_gb": f"{weight_count * stored_dtype(target).itemsize / 1e9:.2f}"}

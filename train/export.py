@@ -1,10 +1,11 @@
 """A drafter as a serving engine loads it, with the commands that serve it.
 
-An early exit becomes an ordinary causal LM, a head takes another trainer's format. `_export` checks the options, then
-calls the function of the drafter's kind in the table `_EXPORTS` at the end.
+An early exit becomes an ordinary causal LM, a head takes another trainer's format. A dialect is a format of a head's
+files; a reading says how the tensors in the files are used. `_export` checks the options, then calls the function of
+the drafter's kind in the table `_EXPORTS` at the end.
 
-outrider export checkpoint=runs/eesd engine=llama_cpp out_dir=runs/served
-python train/export.py checkpoint=runs/eagle3 target=MODEL engine=vllm out_dir=runs/served
+    outrider export checkpoint=runs/eesd engine=llama_cpp out_dir=runs/served
+    python train/export.py checkpoint=runs/eagle3 target=MODEL engine=vllm out_dir=runs/served
 """
 
 if __name__ == "__main__":  # before the imports below, which take seconds
@@ -65,13 +66,14 @@ def export_drafter(config: ExportConfig) -> None:
 
 
 def _export(config: ExportConfig, out_dir: Path) -> None:
+    """Check the options against the drafter's kind, write the drafter and print the facts of the export."""
     folder = Path(config.checkpoint)
     expected = f"another place than checkpoint={config.checkpoint}"
     require(out_dir.resolve() != folder.resolve(), "out_dir", config.out_dir, expected)
     kind = kind_in(config.checkpoint)
     if kind is None and folder.is_dir():
         raise UserError(f"checkpoint={folder}: {no_drafter_in(folder)}")
-    if kind is None:  # a name on the Hub
+    if kind is None:  # a name on the Hub, which only a head may have
         kind = next((head for head in (DFLASH, EAGLE3) if head.load_plugin().is_in(config.checkpoint)), EAGLE3)
     kind_name = kind.name
     if not config.resume and any((out_dir / file).exists() for file in (CARD_FILE, CONFIG_FILE, GGUF_FILE)):
@@ -84,9 +86,8 @@ def _export(config: ExportConfig, out_dir: Path) -> None:
     unread_options = {"reading", "dtype"} - {*option_names}
     if kind_name == NGRAMS.name and config.target is None:
         unread_options.add("revision")  # of no target
-    require_defaults(
-        config, sorted(unread_options), f"{config.checkpoint} holds {kind_name}, which does not read it; leave it out"
-    )
+    reason = f"{config.checkpoint} holds {kind_name}, which does not read it; leave it out"
+    require_defaults(config, sorted(unread_options), reason)
     facts_text = write_drafter(config, out_dir)
     weight_files = [*out_dir.glob("*.safetensors"), *out_dir.glob(GGUF_FILE)]
     megabytes = sum(file.stat().st_size for file in weight_files) / 1e6
@@ -99,7 +100,7 @@ def _require_format(config: ExportConfig, lm_config: PreTrainedConfig, tokenizer
         require_gguf(lm_config, tokenizer)
         _require_blocks(config, lm_config.hidden_size)
     if config.engine == "openvino":
-        has_cli = Path(ir_command(python_in(config.engine_python), "", "", "")[0]).exists()
+        has_cli = Path(ir_command(python_in(config.engine_python), "", "", "")[0]).exists()  # [0]: optimum-cli
         require(has_cli, "engine_python", config.engine_python, "an environment with optimum-intel (`make engines`)")
 
 
@@ -118,11 +119,12 @@ def _choose_dtypes(config: ExportConfig, lm_config: PreTrainedConfig, *, is_draf
 
 
 def _block_kind(dtype_name: str) -> str | None:
-    """ggml's name of the blocks of the dtype `dtype_name`; None: it is a dtype of floats."""
+    """The name of the quantised dtype `dtype_name` in ggml, llama.cpp's library; None: a dtype of floats."""
     return dtype_name.upper() if dtype_name in QUANTISED else None
 
 
 def _require_blocks(config: ExportConfig, row_width: int) -> None:
+    """Raise `UserError` for a quantised dtype if rows of weights are not whole blocks: a block shares a scale."""
     expected = f"a dtype of floats: rows of {row_width} weights are no whole blocks of {BLOCK}"
     require(config.dtype not in QUANTISED or row_width % BLOCK == 0, "dtype", config.dtype, expected)
 
@@ -133,6 +135,7 @@ def _write_lm(
     """Write the files for the engine, the weights in the dtype with this name."""
 
     def convert(staging_dir: Path) -> Path:
+        """From the model's Hugging Face directory to the folder of the files in the engine's own format."""
         folder = staging_dir / "converted"
         folder.mkdir()
         if config.engine == "llama_cpp":
@@ -143,6 +146,7 @@ def _write_lm(
                 raise UserError(f"engine=openvino: optimum-cli ended with status {status}; see what it said above")
         return folder
 
+    # Plain engines read Hugging Face directories.
     export_model(model, tokenizer, out_dir, *([] if config.engine in PLAIN_ENGINES else [convert]))
 
 
@@ -165,19 +169,19 @@ def _export_small_lm(config: ExportConfig, out_dir: Path) -> str:
     other models are written unchanged, only for engines with formats of their own."""
     model_config = read_config(config.checkpoint, role=SMALL_LM.name)
     mask_id, tokens_per_pass = pass_tokens_of(model_config)
-    draft_vocabulary = read_draft_vocabulary(config.checkpoint, None, model_config)
+    draft_vocabulary = read_draft_vocabulary(config.checkpoint, revision=None, config=model_config)
     target_vocab_size = None
     if config.target is not None:
         with suppress(UserError):  # it may be a name for the page alone
             target_vocab_size = read_config(config.target, config.revision).get_text_config().vocab_size
     loads_unchanged = draft_vocabulary is None and target_vocab_size in (None, model_config.vocab_size)
-    if loads_unchanged and config.engine in PLAIN_ENGINES:  # they read Hugging Face directories
+    if loads_unchanged and config.engine in PLAIN_ENGINES:
         reason = "a small LM is an ordinary causal LM, which engines load as it is; its README.md has their commands"
         raise UserError(f"checkpoint={config.checkpoint}: {reason}")
     token_count = model_config.vocab_size if draft_vocabulary is None else len(draft_vocabulary.tokens)
     vocab_size = target_vocab_size or (token_count if draft_vocabulary is None else draft_vocabulary.vocabulary)
     model_config.update({"vocab_size": vocab_size})
-    tokenizer = limit_rows(load_tokenizer(config.checkpoint, None, role=SMALL_LM.name), vocab_size)
+    tokenizer = limit_rows(load_tokenizer(config.checkpoint, revision=None, role=SMALL_LM.name), vocab_size)
     _require_format(config, model_config, tokenizer)
     was_trained = (Path(config.checkpoint) / TRAINING_FILE).is_file()
     is_drafter = was_trained or config.target is not None or draft_vocabulary is not None
@@ -204,7 +208,7 @@ def _export_table(config: ExportConfig, out_dir: Path) -> str:
 
 
 def _read_target(source: str, revision: str | None) -> PreTrainedConfig:
-    """The config of the target's text model, with the class by which engines know the whole."""
+    """The config of the target's text model, with the class name of the whole target, by which engines know it."""
     config = read_config(source, revision)
     text_config = config.get_text_config()
     text_config.architectures = config.architectures
@@ -220,7 +224,7 @@ def _export_head(config: ExportConfig, out_dir: Path) -> str:
     float_dtype = getattr(torch, config.dtype) if config.dtype and config.dtype not in QUANTISED else None
     head, reading = stored_head.load(float_dtype), stored_head.reading
     dtype_name = config.dtype or str(head.dtype).removeprefix("torch.")
-    made_here = stored_head.made_here and not config.reading.overrides
+    made_here = stored_head.made_here and not config.reading.overrides  # written by this toolkit, and read as it says
     dialect = _DIALECTS[config.engine]
     if dialect == "gguf":
         partial_file = out_dir / f"{GGUF_FILE}.part"  # a stopped run may have left one

@@ -39,7 +39,7 @@ from outrider.inference.loading.models import prepare_models
 from outrider.inference.loading.target_setup import end_tokens
 from outrider.inference.measure.replay import RecordedSession, replay
 from outrider.train.core.driver import training_run
-from outrider.train.core.sharding import is_shared_out
+from outrider.train.core.sharding import is_sharded
 from outrider.train.core.training import FitResult, Metrics, Student, TrainRows
 from outrider.train.parts.drafter import export_model, pick_tokens, require_context, require_vocabulary, write_records
 from outrider.train.parts.heldout import Decoding, HeldOutText, packed_hidden, supervised_hidden
@@ -77,7 +77,7 @@ def finetune_drafter(config: FinetuneConfig) -> None:
             token_ids = run.from_main(lambda: pick_tokens(config.draft_vocabulary, target, rows, heldout, required_ids))
             draft_vocabulary = None if token_ids is None else DraftVocabulary(token_ids, target.config.vocab_size)
 
-        teacher = load_target(config, target, run.device) if config.online else None
+        teacher = load_target(config, target, run.device) if config.online else None  # online: it teaches in every step
         vocab_size, end_ids = target.config.vocab_size, frozenset(end_tokens(target))
         lm = start_lm(config, lm_config, target.tokenizer, run.device, draft_vocabulary, vocab_size, parallel)
         on_policy = OnPolicy(config.on_policy, config.on_policy_tokens, config.fit.seed, end_ids)
@@ -101,20 +101,18 @@ def finetune_drafter(config: FinetuneConfig) -> None:
             save_drafter(config, target, student, identity, result)
 
 
-# --- the target, and the mask of several tokens in one pass
-
-
 def choose_parallel(
     config: FinetuneConfig, lm_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, vocab: int
 ) -> Parallel:
-    """How many tokens the small LM `lm_config` is to draft in one pass, and by which mask.
+    """How many tokens the small LM `lm_config` is to draft in one pass, and the id of the mask for all but the first.
 
-    Its mask is a finished one's, or a token that no text has. Raises `UserError` if there is none.
+    The mask is that of the finished drafter, or a token below `vocab` that no text has. Raises `UserError` if there is
+    none.
     """
     if not config.parallel:
         return ONE_A_PASS
-    mask_id, _ = small_lm.pass_tokens_of(lm_config)
-    mask_id = unused_token(tokenizer, vocab) if mask_id is None else mask_id
+    finished_mask, _ = small_lm.pass_tokens_of(lm_config)
+    mask_id = unused_token(tokenizer, vocab) if finished_mask is None else finished_mask
     config.require("parallel", mask_id < vocab, f"0, as every token of {config.target or config.tokenizer} may be text")
     return Parallel(config.parallel, mask_id, config.fit.seed, config.position_weights)
 
@@ -122,7 +120,10 @@ def choose_parallel(
 def load_prompts(
     config: FinetuneConfig, target: OpenTarget, heldout: TrainRows, lm_config: PreTrainedConfig
 ) -> tuple[Decoding, str]:
-    """The held-out prompts, with recorded answers where no target is to decode them; and what their τ is, printed."""
+    """The held-out prompts, with recorded answers if no target is to decode them; and the meaning of their τ, printed.
+
+    A target is seen if its weights are here: else only its tokenizer is.
+    """
     if target.is_seen:
         decoding = Decoding.of(target, heldout, config.decode_prompts, config.decode_tokens, lm_config)
         return decoding, "that of greedy decoding"
@@ -140,18 +141,20 @@ def load_prompts(
 def load_target(config: FinetuneConfig, target: OpenTarget, device: torch.device) -> LayerStack:
     """The whole target: the teacher, or else prepared to decode held-out prompts."""
     dtype, decodes_only = pick_dtype(config.frozen_dtype, target.config, device), not config.online
+    # coded: a CPU decodes with quantised weights as they are stored.
     stack = target.stack(dtype=dtype, device=device, coded=decodes_only and device.type == "cpu")
     if decodes_only:
-        prepare_models(stack, {})
+        prepare_models(stack, drafters={})
     return stack
 
 
 class SmallLMStudent(Student):
-    """A float32 small LM that learns, whole or through adapters as given.
+    """A float32 small LM `lm`, of which the parameters that require a gradient learn: all of them, or LoRA adapters.
 
     objective: cross_entropy on the labels, or one of `draft_models.losses.DIVERGENCES` from `teacher`, the whole
     target. Without a teacher a divergence needs the target's cached top-k in the rows. The teacher is not a submodule:
-    it is not trained, saved or wrapped. stack: the layers of the small LM, adapters included.
+    it is not trained, saved or wrapped. on_policy: in some steps rows are continuations by the small LM itself.
+    parallel: drafts of several tokens in one pass. stack: the layers of the small LM, adapters included.
     """
 
     stack: LayerStack
@@ -167,14 +170,13 @@ class SmallLMStudent(Student):
     ):
         super().__init__()
         self.lm, self.objective, self.on_policy, self.parallel = lm, objective, on_policy, parallel
-        vars(self).update(
-            stack=layer_stack(unwrap_lm(lm), rotary_dtype=torch.float32), teacher=teacher
-        )  # no submodules
+        stack = layer_stack(unwrap_lm(lm), rotary_dtype=torch.float32)
+        vars(self).update(stack=stack, teacher=teacher)  # as submodules their parameters would be saved
 
     def begin_step(self, step: int) -> None:
         """Raises `UserError` if parameters are sharded: every forward gathers them from all processes, but sampling
         needs a different number of forwards on each process."""
-        if self.on_policy is not None and any(map(is_shared_out, self.parameters())):
+        if self.on_policy is not None and any(map(is_sharded, self.parameters())):
             raise UserError("on_policy: needs whole parameters; use ddp or zero2, or on_policy=0")
         super().begin_step(step)
 
@@ -190,7 +192,8 @@ class SmallLMStudent(Student):
         self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor, **top_k: Tensor
     ) -> dict[str, Tensor]:
         """{"loss_sum"} over supervised positions. All arguments are [B, T] (see `data_prep.text.rows`), labels shifted;
-        top_k: top_ids, top_logprobs [B, T, k] and tail [B, T] of `train.parts.top_k_rows`."""
+        top_k: top_ids, top_logprobs [B, T, k] and tail [B, T] of `train.parts.top_k_rows`.
+        With `parallel` the N positions are the T of the text and the masks of drafts after them, else T."""
         row_weights = None
         if self.training and self.on_policy is not None and self.on_policy.is_due(self.step):
             input_ids, labels, positions, documents, row_weights = self.sample_rows(input_ids, labels, positions)
@@ -214,6 +217,7 @@ class SmallLMStudent(Student):
         The loss compares with `teacher_states` [B, N, d'], or with the cached top k of the same positions. shares
         [B, N]: weights of the positions.
         """
+        # A rule is a function from products to logits, such as a scale; factors are states and a matrix.
         rule, target_rule, target_factors = self.stack.spec.logits, PLAIN, None
         vocabulary = self.stack.draft_vocabulary
         draft_tokens, vocab_size = (None, 0) if vocabulary is None else (vocabulary.tokens, vocabulary.vocabulary)
@@ -229,7 +233,7 @@ class SmallLMStudent(Student):
         )  # fmt: skip
 
     def sample_rows(self, input_ids: Tensor, labels: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        """Sampled continuations of rows [B, T]: ids, labels, positions, documents [B, T'] and the rows' weights [B].
+        """Continuations of rows [B, T] by the small LM: ids, labels, positions, documents [B, T'] and row weights [B].
 
         The loss of a continuation is its mean times the number of supervised tokens of its text. So after the loop's
         division by the text's tokens each row has the same weight as in other steps.
@@ -238,7 +242,8 @@ class SmallLMStudent(Student):
         assert self.teacher is not None
         vocab_size, lm = min(len(self.stack.head.weight), len(self.teacher.head.weight)), unwrap_lm(self.lm)
         sampled_rows = self.on_policy.continue_rows(lm, self.step, input_ids, labels, positions, vocab_size)
-        return *sampled_rows, (labels != IGNORE).sum(1) / (sampled_rows[1] != IGNORE).sum(1)
+        _, sampled_labels, _, _ = sampled_rows
+        return *sampled_rows, (labels != IGNORE).sum(1) / (sampled_labels != IGNORE).sum(1)
 
     @torch.no_grad()
     def teach(self, input_ids: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
@@ -260,16 +265,13 @@ def unwrap_lm(lm: PreTrainedModel) -> PreTrainedModel:
     return lm.get_base_model() if hasattr(lm, "peft_config") else lm  # type: ignore[operator]
 
 
-# --- evaluation, what is saved, and the memory
-
-
 def make_evaluation(
     config: FinetuneConfig, target: OpenTarget, heldout: TrainRows, decoding: Decoding, student: SmallLMStudent
 ) -> Callable[[int], Metrics]:
     """The evaluation during training, of the model as it would be served.
 
-    top1_target, tau_analytic: of the held-out rows (see `HeldOutText`). In addition, `decoding` by replay of answers.
-    The whole target, where its weights are here, writes them once, before training.
+    top1_target, tau_analytic: of the held-out rows, one at a time (see `HeldOutText`). tau, accept_<i>: of `decoding`,
+    by replay of its answers. The whole target, if its weights are here, writes the answers once, before training.
     """
     device = student.stack.device
     target_stack = (student.teacher or load_target(config, target, device)) if target.is_seen else None
@@ -288,13 +290,9 @@ def make_evaluation(
 
 
 def save_drafter(
-    config: FinetuneConfig,
-    target: OpenTarget,
-    student: SmallLMStudent,
-    identity: Mapping[str, object],
-    result: FitResult,
+    config: FinetuneConfig, target: OpenTarget, student: SmallLMStudent, identity: dict[str, object], result: FitResult
 ) -> None:
-    """Write the drafter, its card and, last, the record of its training."""
+    """Write the drafter, its card and, last, the record of its training, which contains the `identity` of the run."""
     drafter, vocabulary = student.merge_adapters(stored_dtype(target.config)), student.stack.draft_vocabulary
     drafter.set_attn_implementation(stock_attention_name(drafter))  # ours does not exist outside this project
     export_model(drafter, target.tokenizer, Path(config.out_dir))
@@ -305,11 +303,11 @@ def save_drafter(
     card_facts |= {} if target.is_seen else {"target's weights": "not seen, only its vocabulary"}
     card_facts["τ"] = identity["tau_of"]
     usage = small_lm.describe_use(config.parallel) if vocabulary is None else small_lm.USE_OF_SOME
-    write_records(config, usage, card_facts, result, result.metrics, (small_lm.TRAINING_FILE, identity))
+    write_records(config, usage, card_facts, result, result.metrics, record_parts=(small_lm.TRAINING_FILE, identity))
 
 
 def plan_memory(config: FinetuneConfig, target_config: PreTrainedConfig, lm_config: PreTrainedConfig) -> Plan:
     """The memory of training a small LM of config `lm_config`, with a target of this config."""
     storage = Storage.of(config.frozen_dtype, target_config, config.seq_len, planned_device())
-    memories = target_memory(target_config, storage) if config.target else []
+    memories = target_memory(target_config, storage) if config.target else []  # 0 below: reads no target states
     return Plan([*memories, *fit_memory(config, empty_model(lm_config), 0, target_config.vocab_size)], {})

@@ -3,9 +3,9 @@
     python train/forecast.py target=MODEL answers='runs/responses/responses-*.jsonl' prompts=prompts.jsonl minutes=60
 
 For each of `shares` a pipeline trains every kind for this share of the minutes, on this share of the answers, and
-measures it on the same prompts. `forecast_tau` continues the curve of τ to the whole budget and to multiples of it. The
-last report has the costs: a method breaks even at τ_even = τ / speed-up, its time of a round in tokens of plain
-decoding. So τ' would have the speed-up τ' / τ_even.
+measures it on the same prompts. `forecast_tau` continues the curve of τ to the whole budget and to multiples of it. A
+size is a share or multiple of the budget, its minutes and answers. The last report has the costs: a method breaks even
+at τ_even = τ / speed-up, its time of a round in tokens of plain decoding. So τ' would have the speed-up τ' / τ_even.
 """
 
 if __name__ == "__main__":  # before the imports below, which take seconds
@@ -37,25 +37,27 @@ from outrider.train.settings.pipeline import MINUTES, PipelineConfig
 
 MULTIPLES = (1.0, 2.0, 4.0, 8.0)  # sizes that are forecast, as multiples of the whole budget
 LEAST_ANSWERS = 12  # of the smallest share, of which the half is held out
-STEPS_OF_DOUBLING = 4  # sizes at which break-even is looked for
+STEPS_OF_DOUBLING = 4  # sizes in each doubling at which break-even is looked for
 NO_LIMIT = {"fit.epochs": None, "fit.steps": 1_000_000}  # the minutes end a training
-TABLE: Columns = {
-    "kind": ("{kind}", ""),
-    "minutes": ("{minutes:g}", ""),
-    "answers": ("{answers}", ""),
-    "τ": ("{tau:.2f}", ""),
-    f"{COVERED:.0%}": ("{low:.2f} to {high:.2f}", ""),
-    "speed-up": ("{speedup:.2f?}", ""),
-    "τ that breaks even": ("{even:.2f?}", ""),
+_FORMATS = {  # by column; a missing value is a dash, with ? a zero too
+    "kind": "{kind}",
+    "minutes": "{minutes:g}",
+    "answers": "{answers}",
+    "τ": "{tau:.2f}",
+    f"{COVERED:.0%}": "{low:.2f} to {high:.2f}",  # the interval of τ
+    "speed-up": "{speedup:.2f?}",
+    "τ that breaks even": "{even:.2f?}",
 }
+TABLE: Columns = {column: (cell_format, "") for column, cell_format in _FORMATS.items()}  # "": no note
 
 
 @dataclass(frozen=True)
 class KindForecast:
-    """What is expected of a kind.
+    """What is expected of a kind of drafter.
 
-    speedup, verdict: of the largest training; the verdict says whether it is faster than plain decoding. even: τ at
-    which it breaks even. Both are None where `judged_speedup` is. minutes_to_even: None if not within `MULTIPLES`.
+    method: the method that is measured, as in evaluate-checkpoint. speedup, verdict: of the largest training; the
+    verdict says whether it is faster than plain decoding. even: τ at which the kind breaks even; even and speedup are
+    None where `judged_speedup` is. expected: at `MULTIPLES`. minutes_to_even: None if not within `MULTIPLES`.
     """
 
     kind: str
@@ -95,7 +97,7 @@ def forecast(config: ForecastConfig) -> None:
         for share, pipeline_config, steps in zip(budget_shares, pipeline_configs, step_lists, strict=True):
             run_pipeline(pipeline_config, steps)
             reports_by_share[share] = read_reports(steps[-1].product, "remove it, and resume=true does the step again")
-            if share == config.shares[-1]:
+            if share == config.shares[-1]:  # the largest short training; {}: no outcomes yet
                 write_forecast(config, folder, record_count, forecasts := forecast_kinds(config, reports_by_share), {})
         if config.outcome:
             outcomes = {prospect.kind: judge_outcome(prospect, reports_by_share[1.0]) for prospect in forecasts}
@@ -124,15 +126,11 @@ def pipeline_of(config: ForecastConfig, share: float, record_count: int) -> Pipe
     limit = {MINUTES: float(f"{share * config.minutes:.3g}"), **NO_LIMIT, **heldout_options}
     step_options: dict[str, dict[str, object]] = {}
     for kind in config.kinds:
-        step, _ = FORECAST_KINDS[kind]
+        step, _ = FORECAST_KINDS[kind]  # a table has no epochs, so it gets no limit
         step_options[step] = experiment.steps[step] | data | (limit if "fit.epochs" in experiment.steps[step] else {})
-    method_names = [FORECAST_KINDS[kind][1] for kind in config.kinds]
+    method_names = [FORECAST_KINDS[kind][1] for kind in config.kinds]  # [0]: its step
     report_options: dict[str, object] = {"prompts": config.prompts, "method": method_names}
-    report_options |= {
-        "num_prompts": config.num_prompts,
-        "max_new_tokens": config.max_new_tokens,
-        "dtype": config.dtype,
-    }
+    report_options |= {name: getattr(config, name) for name in ("num_prompts", "max_new_tokens", "dtype")}
     step_options["report"] = report_options | {"compare_transformers": False} | template_options
     out_dir = str(Path(config.out_dir, TRAININGS, f"share_{share:.4g}"))
     return PipelineConfig(steps=step_options, target=config.target, out_dir=out_dir, resume=True)
@@ -145,9 +143,9 @@ def forecast_kinds(config: ForecastConfig, share_reports: Mapping[float, Sequenc
 
 
 def forecast_kind(config: ForecastConfig, kind: str, report_by_share: Mapping[float, MethodReport]) -> KindForecast:
-    """The forecast of a kind. report_by_share: by share."""
+    """The forecast of a kind. report_by_share: of the kind's method, by share."""
     trained = tuple(
-        TrainedSize(share, report.figures.tau, max(1, round(report.tokens / report.figures.tau)))
+        TrainedSize(share, report.figures.tau, passes=max(1, round(report.tokens / report.figures.tau)))
         for share, report in report_by_share.items()
     )
     largest = report_by_share[max(report_by_share)]
@@ -158,9 +156,9 @@ def forecast_kind(config: ForecastConfig, kind: str, report_by_share: Mapping[fl
     fine_curve = forecast_tau(trained, fine_sizes)
     minutes = (config.minutes * point.size for point in fine_curve if even_tau is not None and point.tau >= even_tau)
     expected = tuple(forecast_tau(trained, MULTIPLES))
-    return KindForecast(
-        kind, FORECAST_KINDS[kind][1], trained, speedup, even_tau, expected, min(minutes, default=None), largest.verdict
-    )
+    _, method = FORECAST_KINDS[kind]
+    minutes_to_even = min(minutes, default=None)
+    return KindForecast(kind, method, trained, speedup, even_tau, expected, minutes_to_even, largest.verdict)
 
 
 def judged_speedup(report: MethodReport) -> float | None:
@@ -170,7 +168,8 @@ def judged_speedup(report: MethodReport) -> float | None:
 
 
 def _report_of(kind: str, reports: Sequence[MethodReport]) -> MethodReport:
-    method_name = FORECAST_KINDS[kind][1].replace("/", "_")
+    _, method = FORECAST_KINDS[kind]
+    method_name = method.replace("/", "_")  # as reports have it
     return next(report for report in reports if report.method == method_name)
 
 
@@ -199,6 +198,7 @@ def describe_kind(kind: KindForecast, budget_minutes: float) -> str:
 
 
 def _table_rows(config: ForecastConfig, records: int, kinds: Sequence[KindForecast]) -> Iterator[dict[str, object]]:
+    """A row of `TABLE` for each kind and size. records: the number of answers of the whole budget."""
     for kind in kinds:
         for point in kind.expected:
             facts = {"minutes": point.size * config.minutes, "answers": round(point.size * records)}

@@ -7,11 +7,13 @@ from outrider.base.words import quote_value
 from outrider.commands import config_for, run_script
 from outrider.train.settings.pipeline import REMOVED, PipelineConfig
 
+# steps.NAME.KEY=VALUE, or ~steps.NAME.KEY; before it + or ++, as Hydra's command lines have them.
 _STEP_OPTION = re.compile(r"\A(~?)\+{0,2}steps\.(\w+)\.([^=]+)(?:=(.*))?\Z", re.DOTALL)
 
 
 def collect_step_options(arguments: Sequence[str]) -> list[str]:
-    """`arguments` with steps.NAME.KEY=VALUE and ~steps.NAME.KEY as values of the option `more`."""
+    """`arguments` with steps.NAME.KEY=VALUE and ~steps.NAME.KEY, which takes an option back, as values of `more`, the
+    user's options beside the experiment's `steps`; {KEY:VALUE} keeps dots in KEY. outrider/cli.py names it."""
 
     def as_value(match: re.Match[str]) -> str:
         tilde, step_name, key, value = match.groups()

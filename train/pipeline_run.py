@@ -1,6 +1,7 @@
-"""The pipeline: from a target over its answers, drafters and a table to one report.
+"""The pipeline: from a target over its answers, drafters and an n-gram table to one report.
 
-`plan_steps` makes a `Step` of each command, `check_steps` reads the inputs of all steps, `run_pipeline` runs them.
+A step is one command, in a process of its own; its product is the file that the command writes last. `plan_steps` makes
+the `Step`s, `check_steps` reads the inputs of all steps, `run_pipeline` runs them.
 
 An option that names the product of an earlier step is recorded with `HERE` in place of the pipeline's directory, as in
 checkpoint={out_dir}/eesd. So a pipeline can be moved, and a resumed run still agrees with its records. On the command
@@ -27,13 +28,13 @@ from outrider.train.settings.pipeline import LOGS, MINUTES, REMOVED, STEPS, TARG
 from outrider.train.steps import ROOT, ConfigFor, Records, Step, read_records, run_step, write_words
 
 HERE = "{out_dir}"
-REPOSITORY = "{repository}"  # in an experiment: the directory of this project
+REPOSITORY = "{repository}"  # in an experiment (a file in conf/): the directory of this project
 # The option that names the target's answers, by the value of `data` in the options of a step that reads them.
 _READERS = {"responses": "data.path", "self_distillation": "data.mix.generated.path"}
 
 
 def plan_steps(config: PipelineConfig, config_for: ConfigFor) -> list[Step]:
-    """The steps of a pipeline in order; small ones with debug=true.
+    """The steps of a pipeline in order; small ones with debug=true. config_for: from a script and options to settings.
 
     Raises `UserError`, naming the step, for options that a command refuses.
     """
@@ -42,16 +43,16 @@ def plan_steps(config: PipelineConfig, config_for: ConfigFor) -> list[Step]:
 
 
 def size_limits(config: PipelineConfig) -> dict[str, int]:
-    """By option, the most that the target allows; nothing for a target that a step makes, or that cannot be opened."""
+    """The most that the target allows, by option; nothing for a target that a step makes, or that cannot be opened."""
     tokenizer_path = config.steps.get("responses", {}).get("tokenizer")  # of a target whose weights are elsewhere
     try:
         if config.target is None and tokenizer_path is None:
             return {}
         target = open_target(config.target, by_layers=False) if config.target else open_unseen(str(tokenizer_path))
-        target_config = target.config
+        target_config = target.config  # by_layers=False, above: a target of any architecture
     except UserError:  # the checks of the steps raise it again, with the step's name
         return {}
-    max_context = context_limit(target_config)
+    max_context = context_limit(target_config)  # decode_tokens leave half of it for the prompts
     return {"draft_vocabulary": target_config.vocab_size, "seq_len": max_context, "decode_tokens": max_context // 2}
 
 
@@ -65,7 +66,7 @@ def plan_step(config: PipelineConfig, step_name: str, option_limits: Mapping[str
     argv = write_words({**filled_options, "out_dir": str(config.folder / step_name), "resume": True})
     with _name_step(step_name):
         settings = config_for(command.script, argv)
-    settings = shrink(settings, config.folder) if config.debug else settings
+    settings = shrink(settings, config.folder) if config.debug else settings  # a rehearsal with everything small
     product_file, minutes = config.folder / step_name / command.product, config.estimate_minutes(step_name)
     return Step(step_name, command.script, argv, settings, product_file, write_words(options), input_names, minutes)
 
@@ -81,9 +82,8 @@ def merge_options(config: PipelineConfig, step_name: str, option_limits: Mapping
             base_options[key] = min(value, option_limits[key])
     if config.minutes is not None and config.scaled_minutes(step_name):
         base_options[MINUTES] = config.scaled_minutes(step_name)
-    links = STEPS[step_name].links
-    if step_name == "prompts" and "file" in base_options:  # then no target writes them
-        links = {}
+    # A target writes prompts only without a file of them.
+    links = {} if step_name == "prompts" and "file" in base_options else STEPS[step_name].links
     options: dict[str, object] = {option: path for option in links if (path := _find_product(config, links[option]))}
     answers_option = _READERS.get(str({**base_options, **user_options}.get("data")))
     answer_options = {answers_option: f"{HERE}/responses/responses-*.jsonl"} if answers_option else {}
@@ -130,7 +130,7 @@ def _read_inputs(step: Step) -> None:
 
 @contextmanager
 def _name_step(step_name: str) -> Iterator[None]:
-    """Context manager: a `UserError` names the step."""
+    """Context manager: a `UserError` inside names the step."""
     try:
         yield
     except UserError as error:
@@ -156,7 +156,7 @@ def run_pipeline(config: PipelineConfig, steps: Sequence[Step], limit: TimeLimit
     warn_if_busy()
     starts_over = config.debug and not config.resume
     if starts_over:
-        require_rehearsal(config.folder, LOGS)
+        require_rehearsal(config.folder, LOGS)  # what is there must be a rehearsal's, as `LOGS` shows
     out_dir = require_writable(config.folder)
     with only_run(out_dir, "the products of a pipeline"):
         if starts_over:
@@ -180,7 +180,7 @@ def _sum_seconds(records: Records) -> float:
 
 
 def _limit_last(step: Step, records: Records, limit: TimeLimit) -> Step:
-    """`step`, limited to the time left, without the minutes of its loading, if it is a report."""
+    """`step` with the time left, without the minutes of its loading, as its limit if it is a report."""
     record, settings = records.get(step.name), step.settings
     if not isinstance(settings, EvaluateConfig):
         return step

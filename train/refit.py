@@ -2,9 +2,9 @@
 
     outrider refit checkpoint=runs/small_lm target=MODEL logs=traffic.jsonl minutes=30
 
-`refit` is the whole story. The plan freezes the logs and holds out the newest conversations. The training is the one of
-the drafter's kind, as a step in a process of its own. Then both drafters replay the held-out answers. The new drafter
-is kept if the 95 % interval of its gain of τ is above 0:
+`refit` is the whole of it. The plan copies the logs and holds out the newest conversations. The training is that of the
+drafter's kind, in a process of its own. Then both drafters replay the held-out answers: they draft along these, and the
+drafts count as accepted as far as they agree. The new drafter is kept if the 95 % interval of its gain of τ is above 0:
 
     current → versions/0002/drafter     the drafter in use, a link
     versions/0001/                      plan.json, traffic/, drafter/, logs/; refit.json is written last
@@ -17,7 +17,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -46,14 +46,13 @@ from outrider.draft_models.targets.open_target import OpenTarget, pick_device, p
 from outrider.draft_models.targets.unseen_target import open_given
 from outrider.draft_models.targets.vocabulary import KWARGS, bind_arguments
 from outrider.inference.core.rounds import collect
-from outrider.inference.core.session import Session
 from outrider.inference.core.target_session import Runtime
 from outrider.inference.engines.packing import lay_out
 from outrider.inference.loading.chat_templates import sources_in
 from outrider.inference.loading.drafters import Drafters, new_drafter, position_limits
 from outrider.inference.loading.models import load_stack, prepare_models
 from outrider.inference.loading.target_setup import no_drafter_in, open_target_of
-from outrider.inference.measure.replay import RecordedSession, replay
+from outrider.inference.measure.replay import MakeSession, RecordedSession, replay
 from outrider.inference.measure.statistics import MIN_PROMPTS, bootstrap_tau_gain
 from outrider.inference.settings.kind import Kind
 from outrider.inference.settings.kinds import DFLASH, EAGLE3, EARLY_EXIT, MTP, NGRAMS, SMALL_LM, kind_in
@@ -67,14 +66,14 @@ from outrider.train.settings.refit import RefitConfig
 
 VERSIONS, CURRENT, PLAN, RECORD, DRAFTER = "versions", "current", "plan.json", "refit.json", "drafter"
 OLDER, NEWEST = "traffic/older.jsonl", "traffic/newest.jsonl"  # conversations to train on, and to compare on
-# Options of a finished drafter's training with which it is continued.
+# Options of a finished drafter's training that its continuation keeps.
 _CONTINUED = ("objective", "seq_len", "parallel", "position_weights", "draft_steps", "decode_prompts", "decode_tokens")
 _CONTINUED_OF_HEADS = ("dialect", "train_head", "step_decay", "keep", "anchors")
 _COMMANDS = {
     NGRAMS.name: STEPS["trigrams"],
     **{name: STEPS[kind.step] for name, kind in TRAINABLE.items()},
     MTP.name: STEPS[TRAINABLE[EAGLE3.name].step],
-    DFLASH.name: StepCommand("train/dspark.py", "dflash.json", {}),
+    DFLASH.name: StepCommand("train/dspark.py", "dflash.json", {}),  # {}: no option names an earlier step's product
 }
 _MAX_EPOCHS, _HELDOUT = 4, 0.1  # of a training: most passes over the traffic, and the share that chooses the weights
 _REMEDY = "give another out_dir"
@@ -82,9 +81,9 @@ _REMEDY = "give another out_dir"
 
 @dataclass(frozen=True)
 class Version:
-    """How a version began. made_of: the options that decide it. start: the drafter that it continues.
+    """How a version began. made_of: the options that decide it. start: the path of the drafter that it continues.
 
-    template, arguments: by which conversations are rendered.
+    template, arguments: the chat template, and its arguments, by which conversations are rendered.
     """
 
     made_of: dict[str, object]
@@ -94,6 +93,7 @@ class Version:
 
     @property
     def kind(self) -> Kind:
+        """The kind of the drafter. Raises `UserError` if the drafter is gone."""
         if (kind := kind_in(self.start)) is None:
             raise UserError(f"checkpoint={self.start}: {no_drafter_in(Path(self.start))}")
         return kind
@@ -111,7 +111,7 @@ class Answer(NamedTuple):
 class Comparison:
     """τ of the drafter before and after, and the 95 % interval of the gain, over `first_turns` held-out first turns.
 
-    greedy: whether all answers are logged as greedy. Of others τ counts the drafts that equal what the target drew.
+    greedy: whether all answers are logged as greedy. Of sampled ones τ counts drafts that equal what the target drew.
     """
 
     first_turns: int
@@ -136,18 +136,15 @@ def refit(config: RefitConfig) -> None:
         conversations = split_traffic(config, folder, version) if is_new else read_traffic([str(folder / OLDER)])
         training_step = plan_training(config, folder, version, target, conversations)
         if is_new:
-            open_drafters(folder, version, target, [version.start], torch.device("cpu"))
+            open_drafters(folder, version, target, [version.start], torch.device("cpu"))  # raises if unusable
             write_json(folder / PLAN, asdict(version))
-        if not (folder / RECORD).exists():
+        if not (folder / RECORD).exists():  # lambda, of the step's seconds so far: the seconds left are unknown
             steps.run_step(training_step, steps.read_records([training_step]), f"version {folder.name}", lambda _: None)
             comparison = compare(folder, version, target, config.seed)
-            if comparison.gain[0] > 0:
+            if comparison.gain[0] > 0:  # the lower bound
                 make_current(out_dir, folder / DRAFTER)
             write_json(folder / RECORD, asdict(comparison))
         report(out_dir, folder, version)
-
-
-# --- plan
 
 
 def find_folder(out_dir: Path, resume: bool) -> Path:
@@ -155,15 +152,16 @@ def find_folder(out_dir: Path, resume: bool) -> Path:
     folders = sorted(plan.parent for plan in (out_dir / VERSIONS).glob(f"*/{PLAN}"))
     if folders and not (resume or (folders[-1] / RECORD).exists()):
         raise UserError(
-            f"out_dir={out_dir}: version {folders[-1].name} is not finished; resume=true goes on with it, also with "
-            f"other options of its training; if you remove {folders[-1]}, another version begins"
+            f"out_dir={out_dir}: version {folders[-1].name} is not finished; resume=true goes on with it, "
+            f"also with other options of its training; if you remove {folders[-1]}, another version "
+            "begins"
         )
     version_number = int(folders[-1].name) + 1 if folders else 1
     return folders[-1] if folders and resume else out_dir / VERSIONS / f"{version_number:04}"
 
 
 def plan_version(config: RefitConfig, out_dir: Path, folder: Path) -> Version:
-    """The version in `folder`, if it has begun; else one that continues the current drafter, or first the one given."""
+    """The version in `folder`, if it has begun; else one that continues the current drafter, at first `checkpoint`."""
     link, checkpoint = out_dir / CURRENT, os.path.realpath(str(config.checkpoint))
     plan_files = sorted((out_dir / VERSIONS).glob(f"*/{PLAN}"))
     if plan_files:
@@ -191,8 +189,8 @@ def plan_version(config: RefitConfig, out_dir: Path, folder: Path) -> Version:
 
 
 def _identity(decisions: Mapping[str, object], checkpoint: str) -> dict[str, object]:
-    """What decides a version. A training that failed may be tried with other options; it refuses those that would not
-    go on with it."""
+    """The options that decide a version, except those of the training: a training that failed may be tried with other
+    options, and itself refuses options with which it cannot go on."""
     decided = {name: value for name, value in decisions.items() if name not in ("training", "minutes")}
     return {**decided, "checkpoint": checkpoint}
 
@@ -239,9 +237,6 @@ def split_traffic(config: RefitConfig, folder: Path, version: Version) -> list[C
     return older
 
 
-# --- train
-
-
 def plan_training(
     config: RefitConfig, folder: Path, version: Version, target: OpenTarget, older: Sequence[Conversation]
 ) -> steps.Step:
@@ -250,7 +245,7 @@ def plan_training(
     command = _COMMANDS[kind.name]
     options: dict[str, object] = {"data": "responses", "data.path": folder / OLDER, "data.template": version.template}
     options |= {f"data.{KWARGS}": version.arguments} if version.arguments else {}
-    only_tokenizer = kind == NGRAMS or not target.is_seen
+    only_tokenizer = kind == NGRAMS or not target.is_seen  # is_seen: its weights can be read
     options |= {"tokenizer" if only_tokenizer else "target": target.source, "revision": config.revision}
     if kind == NGRAMS:
         options |= merge_options(TrigramTable.open(start), start)
@@ -269,18 +264,16 @@ def plan_training(
     argv += [*steps.write_words(config.training), *steps.write_words({"out_dir": folder / DRAFTER, "resume": True})]
     settings, product_file = config_for(command.script, argv), folder / DRAFTER / command.product
     require_writable(folder / LOGS)
+    # argv: the words to run, and those on which a resumed run must agree. []: it reads no earlier step's product.
     return steps.Step(DRAFTER, command.script, argv, settings, product_file, argv, [])
 
 
 def merge_options(table: TrigramTable, folder: str) -> dict[str, object]:
     """Options by which the counts of the table in `folder` are added to the traffic's, of which rare n-grams stay."""
-    first_facts, *_ = table.facts.get("merged") or [table.facts]
+    first_facts, *_ = table.facts.get("merged") or [table.facts]  # the first: of its own corpus
     sizes = {"max_successors": first_facts.get("max_successors"), "max_mb": table.facts.get("max_mb"), "min_count": 1}
     shape = {"orders": sorted(table.levels), "suffixes": table.suffixes is not None}
     return {"merge": [folder], "data.heldout_fraction": 0.0, **shape, **sizes}
-
-
-# --- compare
 
 
 def compare(folder: Path, version: Version, target: OpenTarget, seed: int) -> Comparison:
@@ -292,10 +285,8 @@ def compare(folder: Path, version: Version, target: OpenTarget, seed: int) -> Co
     counts = np.zeros((3, len(rows)), int)  # [3, n], by first turn: tokens after the prefill's, rounds before and after
     for answer in track_progress(answers, "replaying held-out answers", "answers"):
         size, streams = len(answer.ids), Streams(seed)
-        replays = (
-            replay(new_drafter(method, d, streams), answer.prompt, answer.ids, max_new_tokens=size, session=new_session)
-            for d in drafters
-        )
+        replay_answer = partial(replay, max_new_tokens=size, session=new_session)
+        replays = (replay_answer(new_drafter(method, d, streams), answer.prompt, answer.ids) for d in drafters)
         counts[:, rows[answer.first_turn]] += (size - 1, *(len(collect(rounds).rounds) for rounds in replays))
     token_count, rounds_before, rounds_after = counts.sum(1).tolist()
     gain_bounds = bootstrap_tau_gain(counts, Streams(seed).arrays("gain"))
@@ -304,7 +295,7 @@ def compare(folder: Path, version: Version, target: OpenTarget, seed: int) -> Co
 
 
 def method_of(version: Version) -> MethodConfig:
-    """How both drafters draft."""
+    """How both drafters draft: drafts of one length, or the preset of a kind that no stop rule shapes."""
     return preset(f"{version.kind.name}/fixed" if version.kind.shaped else str(version.kind.preset))
 
 
@@ -331,17 +322,15 @@ def open_drafters(
     return answers, target, drafters
 
 
-def open_session(
-    version: Version, target: OpenTarget, drafters: Sequence[Drafters]
-) -> Callable[[int, int, int], Session]:
-    """What makes the sessions of replays: with the target only where drafters share its layers."""
+def open_session(version: Version, target: OpenTarget, drafters: Sequence[Drafters]) -> MakeSession:
+    """A function that makes the sessions of replays: with the target only where drafters share its layers."""
     kind, device = version.kind, pick_device("auto")
-    if kind.layers:
+    if kind.layers:  # None, below: without the target as transformers runs it
         stack = load_stack(target, None, pick_dtype("auto", target.config, device), device, by_layers=True)
         for drafter in drafters:
             prepare_models(stack, drafter)
         return partial(Runtime().session, stack)
-    for drafter in drafters if kind.shaped else ():
+    for drafter in drafters if kind.shaped else ():  # a table has no layers to lay out
         model = drafter[kind.name]
         assert isinstance(model, nn.Module)
         lay_out(model, device)
@@ -349,23 +338,20 @@ def open_session(
 
 
 def read_answers(folder: Path, version: Version, target: OpenTarget, counts: Counts) -> Iterator[Answer]:
-    """The held-out answers of two tokens or more. counts: of what the template cannot write."""
+    """The held-out answers of two tokens or more. counts: counts conversations that the template cannot write."""
     tokenizer = bind_arguments(target.tokenizer, version.arguments, version.template)
     data = DataConfig(source="local", path=str(folder / NEWEST), heldout_fraction=0.0)
     for record in read_records(data, "train"):
         for ids, supervised, _ in encode([record], tokenizer, version.template, counts):
             edges = np.flatnonzero(np.diff(supervised, prepend=False, append=False))  # begin and end of each answer
             for begin, end in edges.reshape(-1, 2).tolist():
-                answer_start = max(1, begin)  # of a text that is learned as a whole
+                answer_start = max(1, begin)  # begin is 0 in a text that is learned as a whole
                 if end - answer_start > 1:
                     yield Answer(split_key(record), ids[:answer_start].tolist(), ids[answer_start:end].tolist())
 
 
-# --- keep
-
-
 def make_current(out_dir: Path, drafter_path: Path) -> None:
-    """Let the link `current` name a drafter: the old one or the new one at any time."""
+    """Let the link `current` name the drafter at `drafter_path`, in one step: the link is never missing."""
     temp_link, path, root = out_dir / f".{CURRENT}", drafter_path.resolve(), out_dir.resolve()
     temp_link.unlink(missing_ok=True)
     temp_link.symlink_to(path.relative_to(root) if path.is_relative_to(root) else path)
@@ -390,8 +376,8 @@ def report(out_dir: Path, folder: Path, version: Version) -> None:
     low, high = result.gain
     taus = f"tau_before={result.before:.3f} tau_after={result.after:.3f} gain=[{low:.3f},{high:.3f}]"
     print(f"refit version={folder.name} first_turns={result.first_turns} greedy={result.greedy} {taus} kept={low > 0}")
-    no_gain_text = f"the gain is not above 0: the drafter stays {version.start}"
-    print(describe_swap(out_dir) if low > 0 else no_gain_text, flush=True)
+    unchanged_text = f"the gain is not above 0: the drafter stays {version.start}"
+    print(describe_swap(out_dir) if low > 0 else unchanged_text, flush=True)
 
 
 def describe_swap(out_dir: Path) -> str:

@@ -1,4 +1,4 @@
-"""Steps: commands of this project, each in a process of its own, skipped if it is done.
+"""Steps: commands of this project, each in a process of its own, skipped if it is done. A pipeline runs steps in turn.
 
 A step is a process for two reasons. When it ends, all its memory and threads are free again, also on a GPU. And it can
 be killed, or repeated by its line in the log. A Makefile is not enough: it does not compare the options of a product
@@ -26,18 +26,18 @@ from outrider.train.settings.pipeline import LOGS, Options
 
 ROOT = Path(__file__).resolve().parent.parent
 _IMPORT_ROOT = Path(__file__).parents[2]  # where steps import this project from
-_SAVE_SECONDS = 20.0  # seconds that an interrupted step has to save what it has
+_SAVE_SECONDS = 20.0  # seconds that an interrupted step has to save its work
 ConfigFor = Callable[[str, Sequence[str]], RunConfig]  # the settings of a script, by its options
-Records = dict[str, "Record"]  # by step
+Records = dict[str, "Record"]  # by the step's name
 
 
 @dataclass(frozen=True)
 class Step:
     """A command of this project: its script, its settings, and the words on its command line.
 
-    product: the file that the command writes last, in a directory named after the step. options: words with the
-    pipeline's directory left open, on which a resumed run must agree. inputs: the earlier steps whose products are
-    read. expected: minutes; None: unknown.
+    product: the file that the command writes last, in a directory named after the step. options: words KEY=VALUE with a
+    placeholder for the pipeline's directory, on which a resumed run must agree. inputs: the earlier steps whose
+    products are read. expected: minutes; None: unknown.
     """
 
     name: str
@@ -59,8 +59,8 @@ class Step:
 class Record:
     """The record of a step that was begun.
 
-    seconds: of all runs since the step was begun. finished: its end time; 0 before. made_from: the end times of the
-    steps whose products it read.
+    seconds: of all runs since the step was begun. finished: the time of its end, in seconds since 1970; 0 before.
+    made_from: the same of the steps whose products it read, by name.
     """
 
     options: list[str]
@@ -70,7 +70,7 @@ class Record:
 
 
 def write_words(options: Options) -> list[str]:
-    """`options` as on a command line, with a dotted key for each value of a mapping."""
+    """`options` as words KEY=VALUE of a command line, with a dotted key for each value of a mapping."""
     argv: list[str] = []
     for key, value in options.items():
         if isinstance(value, Mapping) and value:
@@ -84,8 +84,7 @@ def read_records(steps: Sequence[Step]) -> Records:
     """The records of the steps that were begun. Raises `UserError` if one was finished with other options."""
     records = Records()
     for step in steps:
-        path = step.record_file
-        if path.exists():
+        if (path := step.record_file).exists():
             record = read_as(Record, path, "record of a step", "remove it, and resume=true does the step again")
             if record.finished:
                 check_identity(_by_key(record.options), _by_key(step.options), path)
@@ -94,6 +93,7 @@ def read_records(steps: Sequence[Step]) -> Records:
 
 
 def _by_key(options: list[str]) -> dict[str, str]:
+    """The values of words KEY=VALUE by their keys."""
     return {key: value for key, _, value in (word.partition("=") for word in options)}
 
 
@@ -132,6 +132,7 @@ def run_step(step: Step, records: Records, title: str, seconds_left: Callable[[f
 
 
 def _write_record(step: Step, records: Records, record: Record) -> Record:
+    """Put `record` into `records` and into its file; returns it."""
     records[step.name] = record
     write_json(step.record_file, asdict(record))
     return record
@@ -168,12 +169,12 @@ def run_logged(argv: list[str], log_path: Path) -> int:
                 print(line.decode(errors="replace"), end="", flush=True)
             return process.wait()
         except KeyboardInterrupt as error:
-            if type(error) is KeyboardInterrupt:  # Ctrl-C, which it got too: it saves what it has
+            if type(error) is KeyboardInterrupt:  # Ctrl-C (SIGTERM is a subclass): the process got it too, and saves
                 with suppress(subprocess.TimeoutExpired):
                     log_file.write(process.communicate(timeout=_SAVE_SECONDS)[0])
             raise
         finally:
             relay_progress("")
-            if process.poll() is None:  # interrupted: it must stop writing where a resumed run will write
+            if process.poll() is None:  # interrupted: the process must stop writing where a resumed run will write
                 process.terminate()
                 process.wait()

@@ -41,7 +41,7 @@ from outrider.train.settings.toy import TOY_REPORT, ToyTargetConfig
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 # A model of minutes repeats itself. A text without 8 tokens twice is no loop (`statistics.looped`), and can be judged.
-NO_REPEAT = 8
+NO_REPEAT = 8  # tokens
 
 
 def train_toy_target(config: ToyTargetConfig) -> None:
@@ -82,8 +82,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[BOS, EOS, PAD],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     backend.train_from_iterator(texts, trainer)
     backend.post_processor = processors.TemplateProcessing(
@@ -107,7 +107,8 @@ class ToyTarget(Student):
         self.lm = lm
 
     def forward(self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor) -> dict[str, Tensor]:
-        """All [B, T]; labels pre-shifted, attention within a document only. Returns the summed loss."""
+        """{"loss_sum"} over supervised positions. All arguments are [B, T], labels already shifted; documents: the
+        number of each token's document, within which attention stays."""
         hidden = self.lm.model(
             input_ids=input_ids, position_ids=positions, attention_mask=packed_mask(documents), use_cache=False
         ).last_hidden_state
@@ -118,7 +119,7 @@ class ToyTarget(Student):
 
 
 def packed_mask(documents: Tensor) -> Tensor:
-    """The mask of `packed_band` as a whole, for a model that takes no other: bool [B, 1, T, T], True = attend."""
+    """The causal mask within documents [B, T], for a model of transformers: bool [B, 1, T, T], True = attend."""
     length = documents.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
     return (causal & (documents[:, :, None] == documents[:, None, :]))[:, None]
@@ -142,9 +143,11 @@ def build_lm(config: ToyTargetConfig, tokenizer: PreTrainedTokenizerFast) -> Lla
 
 
 def bits_per_byte(model: nn.Module, rows: PackedRows, byte_counts: Tensor, batch_rows: int = 8) -> float:
-    """Loss on `rows` in bits per byte of the predicted text (the loss on EOS is included); split over processes."""
-    process_state = join_processes()
-    nats_and_bytes = torch.zeros(2, dtype=torch.float64)
+    """Loss on `rows` in bits per byte of the predicted text (the loss on EOS is included); split over processes.
+
+    byte_counts: see `token_bytes`.
+    """
+    process_state, nats_and_bytes = join_processes(), torch.zeros(2, dtype=torch.float64)
     own_indices = range(process_state.process_index, len(rows), process_state.num_processes)
     for start in track_progress(range(0, len(own_indices), batch_rows), "judging held-out text", "batches"):
         batch = default_collate([rows[index] for index in own_indices[start : start + batch_rows]])

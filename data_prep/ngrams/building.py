@@ -2,6 +2,10 @@
 
 `build_table` is the command. It works in the folder <out_dir>.building: `shards` has the token ids, from which an
 interrupted build continues; `counts` has the arrays of the table until `TrigramTable.save` writes the table whole.
+
+A table has a level for each order n: contexts of n − 1 tokens (`keys`), the tokens that followed each context, and
+counts. Its facts are the settings and figures that are stored with it. With suffixes=true it also has the corpus, as a
+suffix array.
 """
 
 import os
@@ -32,9 +36,9 @@ _GB = 10**9
 def build_table(config: TrigramConfig, *, shard: int = SHARD_CHARACTERS, piece: int = PIECE) -> None:
     """Read, tokenise and count a corpus. Writes a `TrigramTable` to `config.out_dir` and prints one line of figures.
 
-    An unfinished table is in `<out_dir>.building`; `config.resume` continues with the shards there. Only the first
-    process of a launcher builds, with `config.workers` processes; the others return. Raises `UserError` for a bad
-    corpus, tokenizer or path. `out_dir` always holds a complete table or none. shard, piece: see `tokenise`.
+    `config.resume` continues an interrupted build. Only the first process of a launcher builds, with `config.workers`
+    processes; the others return. `out_dir` always holds a complete table or none. shard, piece: characters of a shard,
+    and of what is tokenised at once. Raises `UserError` for a bad corpus, tokenizer or path.
     """
     if int(os.environ.get("RANK", "0")):
         return
@@ -49,7 +53,7 @@ def build_table(config: TrigramConfig, *, shard: int = SHARD_CHARACTERS, piece: 
         _require_same_settings(TrigramTable.open(out_dir), config, encoder, addends)
         print(f"{out_dir}: finished already")
         if work.exists():  # left by a build that was killed after publishing the table
-            with only_run(work, f"the table of out_dir={out_dir}"):
+            with only_run(work, f"the table of out_dir={out_dir}"):  # a lock against other runs
                 shutil.rmtree(work, ignore_errors=True)  # on NFS its lock, which is open, stays
         return
     for path, addend in zip(config.merge, addends, strict=True):
@@ -59,10 +63,8 @@ def build_table(config: TrigramConfig, *, shard: int = SHARD_CHARACTERS, piece: 
     unfinished = (work / "shards").exists()
     with only_run(require_writable(work), f"the table of out_dir={out_dir}"):
         if unfinished and not config.resume:
-            raise UserError(
-                f"out_dir={out_dir}: {work} holds an unfinished build; resume=true continues it, another out_dir or "
-                "removing it starts afresh"
-            )
+            remedy = "resume=true continues it, another out_dir or removing it starts afresh"
+            raise UserError(f"out_dir={out_dir}: {work} holds an unfinished build; {remedy}")
         require_writable(work / "shards")
         with _clean_up(work):
             documents = passages(read_records(config.data, "train", record_counts := Counts()), config.text, encoder)
@@ -83,10 +85,8 @@ def _clean_up(workdir: Path) -> Iterator[None]:
         if not any((workdir / "shards").glob("*")):
             shutil.rmtree(workdir, ignore_errors=True)
         if isinstance(error, OSError) and error.strerror:
-            raise UserError(
-                f"{workdir}: cannot be written ({error.strerror}); free space and continue with resume=true, or choose "
-                "another out_dir"
-            ) from error
+            remedy = "free space and continue with resume=true, or choose another out_dir"
+            raise UserError(f"{workdir}: cannot be written ({error.strerror}); {remedy}") from error
         raise
 
 
@@ -100,7 +100,9 @@ def _write_table(
     shards: Shards,
 ) -> None:
     """Count `shards` and write the table. addends: tables to merge. start_time: the time at which the command started.
-    record_counts: how many records were read, skipped, …"""
+
+    record_counts: how many records were read, skipped, …; its `first` names one that could not be used.
+    """
     if not shards.tokens:
         outcomes = ", ".join(f"{name}={count}" for name, count in record_counts.items() if count) or "nothing"
         why = record_counts.first or "give more data"
@@ -121,8 +123,8 @@ def _write_table(
         table = merge_tables([table, *addends], config.min_count, config.max_successors, folder / "sum", memory_bytes)
         _require_contexts(config, table)
     if config.max_mb is not None:
-        count = smallest_min_count(table, config.max_mb)
-        facts = {**table.facts, "max_mb": config.max_mb, "kept_from": count}
+        count = smallest_min_count(table, config.max_mb)  # rarer n-grams do not fit; None, below: no other limit
+        facts = {**table.facts, "max_mb": config.max_mb, "kept_from": count}  # kept_from: the min_count of this pruning
         table = replace(merge_tables([table], count, None, folder / "pruned", memory_bytes), facts=facts)
     table.save(config.out_dir)
     _print_figures(config.out_dir, table, record_counts, tokenised_at - start_time, time.perf_counter() - tokenised_at)
@@ -133,7 +135,7 @@ def _count_corpus(
 ) -> TrigramTable:
     """The table of the corpus alone. Its levels are mapped from files in `folder`."""
     vocab_size, memory_bytes = encoder.vocabulary, int(config.memory_gb * _GB)
-    # Rare n-grams of one table may be frequent in the sum of all.
+    # Rare n-grams of one table may be frequent in the sum of all, so only the sum is pruned.
     min_count, max_successors = (1, None) if addends else (config.min_count, config.max_successors)
     levels = {
         order: count_order(shards, order, vocab_size, folder / str(order), memory_bytes, min_count, max_successors)
@@ -159,16 +161,15 @@ def _data_words(config: TrigramConfig) -> str:
 def _require_contexts(config: TrigramConfig, table: TrigramTable) -> None:
     """Raise `UserError` if no order has any context."""
     if not any(len(level.keys) for level in table.levels.values()):
-        raise UserError(
-            f"{_data_words(config)}: no n-gram of orders {list(config.orders)} occurs min_count={config.min_count} "
-            f"times in {table.facts['tokens']} tokens; lower min_count or give more data"
-        )
+        fault = f"no n-gram of orders {list(config.orders)} occurs min_count={config.min_count} times"
+        text_size = f"{table.facts['tokens']} tokens"
+        raise UserError(f"{_data_words(config)}: {fault} in {text_size}; lower min_count or give more data")
 
 
 def _require_sorting_memory(shards: Shards, addends: list[TrigramTable], memory_bytes: int) -> None:
     """Raise `UserError` if the corpus, with those of merged tables, cannot be sorted in `memory_bytes` bytes."""
     merged_tokens = sum(len(addend.suffixes.tokens) for addend in addends if addend.suffixes is not None)
-    sorting_bytes = SORT_BYTES * (shards.tokens + shards.documents + merged_tokens)
+    sorting_bytes = SORT_BYTES * (shards.tokens + shards.documents + merged_tokens)  # a separator follows each document
     expected = f"at least {sorting_bytes / _GB:.1f} for suffixes=true: the corpus is sorted in memory"
     require(sorting_bytes <= memory_bytes, "memory_gb", memory_bytes / _GB, expected)
 
@@ -191,6 +192,7 @@ def _print_figures(
 
 
 def _open_addend(path: str, encoder: Encoder, config: TrigramConfig) -> TrigramTable:
+    """The finished table in `path`, to be merged. Raises `UserError` if tokenizer, orders or suffixes differ."""
     require_unaltered(Path(path))  # a damaged count would go into the sum unnoticed
     table = TrigramTable.open(path)
     table.require_tokenizer(vocabulary_digest(encoder.pieces), f"merge={path}")
@@ -218,9 +220,9 @@ def _warn_of_pruned(path: str, addend: TrigramTable) -> None:
 def _require_same_settings(
     table: TrigramTable, config: TrigramConfig, encoder: Encoder, addends: list[TrigramTable]
 ) -> None:
-    """Raise `UserError` unless the finished table matches these settings, as far as it records them."""
+    """Raise `UserError` unless the finished table matches the settings that affect it, as far as it records them."""
     table.require_tokenizer(vocabulary_digest(encoder.pieces), f"out_dir={config.out_dir}")
-    corpus_facts, *merged_facts = table.facts.get("merged") or [table.facts]
+    corpus_facts, *merged_facts = table.facts.get("merged") or [table.facts]  # the corpus's own first
     recorded = dict(corpus_facts["corpus"]) if isinstance(corpus_facts.get("corpus"), dict) else {}
     recorded |= {key: corpus_facts.get(key) for key in ("min_count", "max_successors")}
     recorded |= {"orders": sorted(table.levels), "merge": merged_facts, "max_mb": table.facts.get("max_mb")}

@@ -7,10 +7,13 @@ the level's arrays. Example, the document a b a b c, order 2, blocks of two n-gr
 
     blocks  ab ba | ab bc      runs  ab:1 ba:1 | ab:1 bc:1      level  a → b:2, b → a:1 c:1
 
-Only `Level.buckets` is held whole, 2 to 4 bytes a context. Keys are evenly spread (`draft_models.ngrams.kernels.mix`),
-so ranges of equal width have about equal sizes. The arrays do not depend on the size of blocks and ranges.
+A context is the n − 1 tokens before the last one of an n-gram. Its key is an integer: `kernels.mix` of its packed
+tokens, a bijection that spreads keys evenly, so ranges of equal width have about equal sizes. `Grams` are sorted arrays
+of n-grams: keys, last tokens, counts. `Grouped` and `Level` have each key once, with the total of its counts, and its
+successors from the most frequent down. The arrays do not depend on the size of blocks and ranges.
 
-`merge_tables` adds and prunes finished tables, which are memory-mapped, range by range too.
+`merge_tables` adds and prunes finished tables, which are memory-mapped, range by range too. Only the index of a level
+(`Level.buckets`) is held in memory whole, 2 to 4 bytes a context.
 """
 
 import shutil
@@ -32,12 +35,14 @@ from outrider.draft_models.ngrams import kernels
 from outrider.draft_models.ngrams.suffixes import sort_suffixes
 from outrider.draft_models.ngrams.table import Level, TrigramTable, level_bytes, level_types, make_level
 
-_NARROW_BYTES, _WIDE_BYTES = 36, 96  # memory per n-gram of a block, see `_aggregate`
+_NARROW_BYTES, _WIDE_BYTES = 36, 96  # memory per n-gram of a block; narrow: key and token fit into 64 bits
 _MERGE_BYTES = 80  # memory per n-gram of a range: read, merged, grouped
 _LARGEST_BLOCK, _LARGEST_RANGE = 2**24, 2**22  # larger is not faster
 _PARTITION_BITS, _TABLE_PART_BITS = 10, 12  # runs can be cut at 2^10 keys, and tables at 2^12
 _ROW_BYTES = 150  # memory per n-gram of a range of tables: sorted, merged, grouped
 _MAX_COUNT = 2**32 - 1  # counts saturate here
+_U4: np.dtype = np.dtype(np.uint32)
+_U8: np.dtype = np.dtype(np.uint64)
 
 
 class Runs(NamedTuple):
@@ -69,10 +74,11 @@ def count_order(
 
 
 def write_level(parts: Iterable[Sequence[np.ndarray]], order: int, vocab_size: int, folder: Path) -> Level:
-    """The level of parts of `Grouped` by ascending keys; its arrays are mapped from files in `folder`."""
-    u4, u8 = np.dtype(np.uint32), np.dtype(np.uint64)
-    types: dict[str, np.dtype] = {"keys": u8, "lengths": u4, "totals": u4}  # the fields of `Grouped`
-    types |= {"tokens": kernels.token_type(vocab_size), "counts": u4}
+    """The level of parts of `Grouped` by ascending keys; its arrays are mapped from files in `folder`.
+
+    `make_level` fills one more array, `starts`: where the successors of each context begin.
+    """
+    types = {"keys": _U8, "lengths": _U4, "totals": _U4, "tokens": kernels.token_type(vocab_size), "counts": _U4}
     grouped = kernels.Grouped(**_write_arrays(folder, types, (kernels.Grouped(*part)._asdict() for part in parts)))
     n_contexts = len(grouped.keys)
     require(n_contexts < 2**32, "orders", n_contexts, f"fewer than 2^32 contexts of order {order}; raise min_count")
@@ -107,20 +113,19 @@ def count_runs(shards: Shards, order: int, vocab_size: int, memory_bytes: int, f
     max_grams = min(memory_bytes // (_NARROW_BYTES if fits_64 else _WIDE_BYTES), _LARGEST_BLOCK)  # n-grams of a block
     partition_bits = min(_PARTITION_BITS, key_bits)
     key_edges = np.arange(1, 2**partition_bits, dtype=np.uint64) << np.uint64(key_bits - partition_bits)  # between them
-    run_bounds, written = [np.empty((0, 2**partition_bits + 1), np.int64)], 0
+    run_bounds, grams_written = [np.empty((0, 2**partition_bits + 1), np.int64)], 0
 
     def count_blocks(progress: Stage) -> Iterator[dict[str, np.ndarray]]:
-        nonlocal written
+        nonlocal grams_written
         for keys, tokens in _read_blocks(shards, order, bits, fits_64, max_grams, progress):
             grams = _aggregate(keys, tokens, bits, fits_64)
-            run_bounds.append(written + np.r_[0, np.searchsorted(grams.keys, key_edges), len(grams.keys)][None])
-            written += len(grams.keys)
+            run_bounds.append(grams_written + np.r_[0, np.searchsorted(grams.keys, key_edges), len(grams.keys)][None])
+            grams_written += len(grams.keys)
             if fits_64:
                 grams = grams._replace(keys=(grams.keys << np.uint64(bits)) | grams.tokens, tokens=grams.tokens[:0])
             yield grams._asdict()
 
-    u4, u8 = np.dtype(np.uint32), np.dtype(np.uint64)
-    types: dict[str, np.dtype] = {"keys": u8, "tokens": u4, "counts": u4}
+    types = {"keys": _U8, "tokens": _U4, "counts": _U4}  # the fields of `Grams`
     with Stage(f"counting order {order}", shards.tokens, "tokens") as progress:
         run_grams = kernels.Grams(**_write_arrays(folder, types, count_blocks(progress)))
     return Runs(run_grams, np.concatenate(run_bounds), bits if fits_64 else 0)
@@ -135,23 +140,24 @@ def _read_blocks(
     """
     keys = np.empty(capacity, np.uint64)
     tokens = np.empty(0 if fits_64 else capacity, np.uint32)
-    filled, tail_ids = 0, np.empty(0, shards.dtype)
+    n_grams, tail_ids = 0, np.empty(0, shards.dtype)
     for path, continued in zip(shards.paths, shards.continued, strict=True):
         ids, lengths = read_token_shard(path)
         progress.advance(len(ids))
         if continued:  # prepend the tokens that its first n-grams begin with
             ids = np.concatenate([tail_ids, ids])
             lengths = np.r_[lengths[:1] + len(tail_ids), lengths[1:]]
-        tail_ids = ids[len(ids) - min(order - 1, int(lengths[-1])) :]
+        tail_ids = ids[len(ids) - min(order - 1, int(lengths[-1])) :]  # at most order − 1, of the last document
         for part, sizes in _split_documents(ids, lengths, order, capacity):
             size = int(np.maximum(sizes - order + 1, 0).sum())  # n-grams of the part
-            if filled + size > capacity:
-                yield keys[:filled], tokens[:filled]
-                filled = 0
-            _fill_grams(part, sizes, order, bits, fits_64, keys[filled : filled + size], tokens[filled : filled + size])
-            filled += size
-    if filled:
-        yield keys[:filled], tokens[:filled]
+            if n_grams + size > capacity:
+                yield keys[:n_grams], tokens[:n_grams]
+                n_grams = 0
+            end = n_grams + size
+            _fill_grams(part, sizes, order, bits, fits_64, keys[n_grams:end], tokens[n_grams:end])
+            n_grams = end
+    if n_grams:
+        yield keys[:n_grams], tokens[:n_grams]
 
 
 def _split_documents(
@@ -171,7 +177,7 @@ def _split_documents(
 
 @compile_function
 def _fill_grams(ids, lengths, order, bits, narrow, keys, tokens):
-    """Write the n-grams of documents, with ids [n] and `lengths`, to a part of a block (see `_read_blocks`).
+    """Write the n-grams of documents, ids [n] and `lengths`, to a part of a block. narrow: `_read_blocks`' fits_64.
 
     Example, tokens of 2 bits: the context 1 3 of the n-gram 1 3 2 is packed as binary 01 11; `mix` makes the key of it.
     """
@@ -305,7 +311,7 @@ def merge_level(
 
 
 def _slice_level(level: Level, begin: int, end: int) -> Level:
-    """Contexts `begin` to `end` of a level, without buckets."""
+    """Contexts `begin` to `end` of a level; its `buckets`, which nobody reads, stay those of the whole level."""
     starts = level.starts[begin : end + 1].astype(np.int64)
     successor_slice = slice(starts[0], starts[-1])
     arrays = {"keys": level.keys[begin:end], "totals": level.totals[begin:end], "starts": starts - starts[0]}
@@ -329,12 +335,12 @@ def smallest_min_count(table: TrigramTable, max_mb: float) -> int:
     """
 
     def fits(minimum: int) -> bool:
-        sizes = {
+        sizes = {  # by order: the numbers of contexts and n-grams that remain
             order: kernels.count_frequent(level.starts, level.counts, minimum) for order, level in table.levels.items()
         }
         return sum(level_bytes(order, table.vocabulary, *size) for order, size in sizes.items()) <= max_mb * 10**6
 
     largest_count = max(int(level.counts.max(initial=0)) for level in table.levels.values())
-    min_count = 1 + bisect_left(range(1, largest_count + 1), True, key=fits)
+    min_count = 1 + bisect_left(range(1, largest_count + 1), True, key=fits)  # the first count that fits
     require(min_count <= largest_count, "max_mb", max_mb, "room for the most frequent n-grams at least")
     return min_count

@@ -3,7 +3,8 @@
 `passages` makes the texts to count of records, `tokenise` writes their shards, `read_token_shard` reads one back. A
 shard holds about `SHARD_CHARACTERS` of text; a long document continues in the next one. A shard's name is its index
 in the corpus and a hash of its input, and appears by a rename. Shard boundaries depend on text and tokenizer alone. So
-an existing shard is valid whoever wrote it, and the bytes do not depend on the number of processes.
+an existing shard is valid whoever wrote it, and the bytes do not depend on the number of processes. An `Encoder` is a
+tokenizer: `encode` makes ids of texts, `vocabulary` is the number of ids, `rows` that of the model's embedding.
 """
 
 import hashlib
@@ -36,10 +37,10 @@ _QUEUED = 2  # shards that wait for each process, so that no process is idle
 
 
 class Passage(NamedTuple):
-    """A document as text, or a piece of a long one.
+    """A document as text, or a piece of a long one. ends: the EOS token follows it, as it follows a target's answer.
 
-    ends: the EOS token follows it, as it follows a target's answer. continues_doc: it belongs to the document
-    of the previous passage. ids: an answer's own tokens, if the target wrote it in this vocabulary; `text` is then "".
+    continues_doc: it belongs to the document of the previous passage. ids: an answer's own tokens, if the target wrote
+    it in this vocabulary; `text` is then "".
     """
 
     text: str
@@ -68,8 +69,8 @@ class Shards(NamedTuple):
 def passages(records: Iterable[Record], text_scope: str, encoder: Encoder) -> Iterator[Passage]:
     """The documents of records: plain texts, and the messages of conversations, each message by itself.
 
-    text_scope: assistant (only the assistant's messages of a conversation) or all (all messages). An answer whose
-    tokens are recorded (`Written`) in the vocabulary of `encoder` becomes a passage of these tokens.
+    text_scope: assistant (only the assistant's messages of a conversation) or all (all messages). An answer that
+    is recorded in tokens of `encoder`, as the target wrote it, becomes a passage of these tokens.
     """
     for record in records:
         recorded_answers, is_complete = _recorded_passages(record, encoder), not record.get("truncated")
@@ -80,7 +81,7 @@ def passages(records: Iterable[Record], text_scope: str, encoder: Encoder) -> It
         for number, message in enumerate(record["messages"]):
             if UNLEARNED in message:
                 continue
-            if message["role"] == "assistant":
+            if message["role"] == "assistant":  # a thought under several keys counts once
                 text_parts = [*dict.fromkeys(message[key] for key in THOUGHTS if message.get(key)), message["content"]]
                 text_answer = Passage("\n".join(filter(None, text_parts)), ends=is_complete or number < last_index)
                 answer = next(recorded_answers, text_answer)
@@ -96,13 +97,13 @@ def _recorded_passages(record: Record, encoder: Encoder) -> Iterator[Passage]:
     if written is None:
         return
     in_range = all(max(document.ids) < encoder.vocabulary for document in written.documents)
-    if not (in_range and encoder.digest.startswith(written.tokenizer)):
-        warn_of_text(record["id"], "their tokens are of another tokenizer")
+    if not (in_range and encoder.digest.startswith(written.tokenizer)):  # `tokenizer` is the beginning of a digest
+        warn_of_text(record["id"], "their tokens are of another tokenizer")  # so the caller takes their text
         return
     for document in written.documents:
-        text_span = (int(document.ids[0] == encoder.bos), len(document.ids))
+        text_span = (int(document.ids[0] == encoder.bos), len(document.ids))  # without the BOS token
         for begin, end in document.answers if "messages" in record else [text_span]:
-            yield Passage("", ends=False, ids=tuple(document.ids[begin:end]))
+            yield Passage("", ends=False, ids=tuple(document.ids[begin:end]))  # `ends` is not read beside ids
 
 
 def tokenise(
@@ -127,7 +128,7 @@ def tokenise(
     def missing_shards() -> Iterator[_ShardInput]:
         """The shards to write; it also fills `paths` and `continued` for all shards."""
         nonlocal count
-        pieces = _split_long(corpus, encoder, piece)
+        pieces = _split_long(corpus, encoder, piece)  # below, a recorded token counts as 4 characters
         for batch in batches(pieces, lambda passage: len(passage.text) or 4 * len(passage.ids), shard):
             batch_digest = _digest_batch(identity, batch)
             hasher.update(batch_digest.encode())
@@ -185,10 +186,9 @@ def _write_all(
         while pending:
             yield pending.popleft().result()
     except BrokenProcessPool:
-        raise UserError(
-            f"tokenizer={source}: a tokenising process was killed, or ran out of memory; continue with resume=true, "
-            "with fewer workers if it happens again"
-        ) from None
+        remedy = "continue with resume=true, with fewer workers if it happens again"
+        fault = "a tokenising process was killed, or ran out of memory"
+        raise UserError(f"tokenizer={source}: {fault}; {remedy}") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -244,7 +244,7 @@ def _split_long(corpus: Iterable[Passage], encoder: Encoder, max_chars: int) -> 
     for passage in corpus:
         text = passage.text
         for start, stop in spans(text, encoder.encode, max_chars):
-            at_end = stop == len(text)
+            at_end = stop == len(text)  # below, start > 0: the piece continues the document
             yield passage if start == 0 and at_end else Passage(text[start:stop], passage.ends and at_end, start > 0)
 
 

@@ -1,6 +1,8 @@
 """Templates turn conversations into text and token ids. The tokens of an answer become text, also in pieces.
 
-`render_prompt` is for decoding, `render_text` for training. `StreamedText` shows an answer while it is decoded.
+`render_prompt` is for decoding, `render_text` for training. `StreamedText` shows an answer while it is decoded. The
+clean-up is transformers': some tokenizers remove the space before a mark (`clean_up_tokenization_spaces`). A run record
+is the JSON file that generate-responses writes beside the answers of a target.
 """
 
 from __future__ import annotations
@@ -70,9 +72,9 @@ def render_prompt(
     if not messages or messages[-1]["role"] not in ("user", "tool"):
         raise ValueError("a prompt ends with a user turn")
     answer_indices = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    prefixes: list[list[int]] = []
+    prefixes: list[list[int]] = []  # ids of each prompt with its recorded answer
     for index, ids in zip(answer_indices, answer_ids, strict=False):
-        if ids and index:
+        if ids and index:  # else its ids are unknown, or no prompt is before it
             ids_before = _render_ids(messages[:index], tokenizer, template, option, context, where)
             prefixes.append([*replace_prefix(ids_before, prefixes, tokenizer), *ids])
     prompt_ids = replace_prefix(_render_ids(messages, tokenizer, template, option, context, where), prefixes, tokenizer)
@@ -96,7 +98,7 @@ def render_text(
     where: str = "prompt",
     option: str = TEMPLATE,
 ) -> str:
-    """The text of messages, and of the opening of an answer unless the last is one."""
+    """The text of messages, and of the opening of an answer unless the last is one. where, option: for errors."""
     add_opening = messages[-1]["role"] != "assistant"
     if template in ("auto", "tokenizer"):
         return apply_template(tokenizer, messages, where, option, opening=add_opening)
@@ -205,6 +207,7 @@ def templates_of_run(run_record: Mapping[str, object], tokenizer: PreTrainedToke
 
 def is_greedy_run(record: Mapping[str, object]) -> bool:
     """Whether all answers of a generate-responses run are greedy, according to its record."""
+    # greedy_tokens: how many tokens of an answer are greedy before the others are drawn
     greedy, limit = record.get("greedy_tokens", 0), record.get("max_new_tokens", 0)
     return record.get("temperature", 0) == 0 or (isinstance(greedy, int) and isinstance(limit, int) and greedy >= limit)
 
@@ -225,9 +228,9 @@ def read_run_record(data_file: Path) -> dict[str, object] | None:
 def warn_of_template(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Warn if a part of `data` has another template than the run that made its answers. Where no run has recorded one,
     warn of another template than the tokenizer's own."""
-    for mix_name, _, config in [*data.parts()] or [("", 0.0, data)]:
+    for mix_name, _, config in [*data.parts()] or [("", 0.0, data)]:  # _: its weight
         templates = set[str]().union(*(templates_of_run(run, tokenizer) for run in records_of_runs(config).values()))
-        templates -= {"absent"}
+        templates -= {"absent"}  # below: where another tokenizer's was used, this tokenizer's own is expected
         expected = {"tokenizer" if template == "another" else template for template in templates}
         if not templates and tokenizer.chat_template:
             expected = {"tokenizer"}
@@ -257,6 +260,10 @@ def apply_template(
     option: str = TEMPLATE,
     opening: bool = False,
 ) -> str:
+    """The text of messages by the tokenizer's chat template; with `opening`, the opening of an answer too.
+
+    Raises `UserError` if there is no template, and `UnusableTextError`, naming `where`, if it refuses the messages.
+    """
     name = tokenizer_name(tokenizer)
     if not tokenizer.chat_template:
         raise UserError(
@@ -266,6 +273,7 @@ def apply_template(
     subject = f"{where}: the chat template of {name}"
     try:
         tools = messages[0].get(TOOLS) if messages else None
+        # clock_of: a definition by which a template that shows the time shows the time of this run
         template = clock_of(tokenizer) + tokenizer.get_chat_template(tools=tools)
         history = [{key: message[key] for key in message if key not in (TOOLS, UNLEARNED)} for message in messages]
         rendered = tokenizer.apply_chat_template(
@@ -324,12 +332,12 @@ class StreamedText:
 
     def add(self, tokens: Iterable[int]) -> str:
         """The piece that becomes certain with these tokens; it may be empty."""
-        for token in tokens:
+        for token in tokens:  # _decode_alone(…)[1]: it may be a part of a character, or is not shown
             self.tokens.append(token)
             self._closed = self._closed if token in self._ends or self._decode_alone(token)[1] else len(self.tokens)
         if (end := self._closed) > self._end:
             text = self._decode(self.tokens[self._before : end])
-            self._append_new(text.rstrip("\ufffd"))
+            self._append_new(text.rstrip("\ufffd"))  # U+FFFD stands for an incomplete character
             if self._local and not text.endswith("\ufffd") and (piece := self._decode(self.tokens[self._end : end])):
                 self._before, self._end, self._seen = self._end, end, len(piece)
         return self._take_text(len(self._waiting.rstrip(_CLEANED) if self._cleans else self._waiting))

@@ -1,4 +1,4 @@
-"""The files of a data set: which of them a path names, and the records in one, whatever its format and packing."""
+"""The files of a data set: which of them a path names, and the records in one, whatever its format and compression."""
 
 import bz2
 import codecs
@@ -34,6 +34,9 @@ RUN_FILE, RESPONSES = "run.json", "responses-*.jsonl"  # files of generate-respo
 _ABOUT = re.compile(  # files that describe a data set: of a repository, and as `datasets` saves it
     r"(readme|licen[cs]e|copying|notice|citation|changelog)(\W.*)?|(dataset_(infos?|dict)|state)\.json", re.IGNORECASE
 )
+_PACKED = {".gz": gzip.GzipFile, ".bz2": bz2.BZ2File, ".xz": lzma.LZMAFile}  # suffixes of compressed files; also .zst
+_BOMS = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be", codecs.BOM_UTF8: ""}  # "": UTF-8
+_SETTLED_NS = 10**9  # a file changed less than 1 s ago may change again with the same time: its digest is not cached
 _MAX_BYTES = 2**30  # bytes of a file that is one text or one JSON value; a line, or a field of CSV, has `MOST_BYTES`
 
 
@@ -88,7 +91,7 @@ def _print_once(text: str) -> None:
 def read_file(path: Path, counts: "Counts | None" = None) -> Iterator[tuple[int, object]]:
     """(number from 1, record) of a JSONL, JSON, CSV, TSV, parquet or Arrow file; (0, text) of any other file.
 
-    All but parquet and Arrow also packed (gz, bz2, xz, zst), and in UTF-16 with a byte-order mark. A JSON
+    All but parquet and Arrow also compressed (gz, bz2, xz, zst), and in UTF-16 with a byte-order mark. A JSON
     file may hold a list, one object, or one object per line. Raises `UserError` naming file and line; a text file that
     is not UTF-8 is counted as unreadable and skipped, if there are `counts`.
     """
@@ -207,7 +210,7 @@ def text_rows(path: Path, counts: "Counts | None") -> Iterator[tuple[int, str]]:
 
 
 def _open_unpacked(path: Path) -> io.BufferedReader:
-    """A file's bytes, unpacked by its suffix."""
+    """A file's bytes, decompressed by its suffix."""
     suffix = path.suffix.lower()
     if suffix == ".zst":
         import pyarrow
@@ -216,14 +219,10 @@ def _open_unpacked(path: Path) -> io.BufferedReader:
     return io.BufferedReader(_PACKED.get(suffix, open)(path, "rb"))
 
 
-_PACKED = {".gz": gzip.GzipFile, ".bz2": bz2.BZ2File, ".xz": lzma.LZMAFile}
-_BOMS = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be", codecs.BOM_UTF8: ""}
-
-
 def _read_lines(path: Path, max_bytes: int, *, in_total: bool = False) -> Iterator[bytes]:
-    """The lines of a file, unpacked; converted to UTF-8 if it begins with the byte-order mark of another encoding.
+    """The lines of a file, decompressed; converted to UTF-8 if it begins with the byte-order mark of another encoding.
 
-    A packed file may be a thousand times as large as it looks. Raises `UserError` for a line, or with `in_total` for a
+    A compressed file may hold a thousand times its size. Raises `UserError` for a line, or with `in_total` for a
     file, of more than `max_bytes` bytes, and reads no more.
     """
     try:
@@ -286,9 +285,6 @@ def file_digest(path: Path) -> bytes:
         return digest_fn(path, file_stat.st_size, file_stat.st_mtime_ns)
     except OSError as error:
         raise _read_error(path, error) from error
-
-
-_SETTLED_NS = 10**9  # nanoseconds since a change: the time of a file moves in steps of milliseconds
 
 
 @functools.cache

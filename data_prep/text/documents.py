@@ -1,5 +1,6 @@
 """Records in normal form → documents: token ids, and a mask of the supervised ones, from which a drafter learns.
 
+A record has an id, a text or messages, and perhaps `written`: its answers as token ids, as a target has written them.
 `encode` makes the documents of a batch of records. A record that has the target's own tokens keeps them. Of any other
 conversation `_render_answers` makes texts, `encode_all` tokenises the texts of all records together, and
 `_encode_answers` joins the ids of each record. Example, the answer "Hello" to "Hi" by a template of two marks:
@@ -21,15 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import numpy as np
 
 from outrider.base.files import digest_of
-from outrider.data_prep.text.chat import (
-    MARK,
-    prepend_bos,
-    render_text,
-    replace_prefix,
-    template_remedy,
-    tokenize,
-    tokenizer_name,
-)
+from outrider.data_prep.text import chat
 from outrider.data_prep.text.messages import ABOUT, THOUGHTS, TOOLS, UNLEARNED, Message
 from outrider.data_prep.text.records import Counts, Record, TokenisedText, append_answer, warn_of_text
 from outrider.draft_models.targets.vocabulary import UnusableTextError, require_rows, tokenizer_digest
@@ -45,7 +38,7 @@ _MOST_CUTS = 8  # candidate cuts of each kind
 _LINE, _SPACE = re.compile(r"(?<=\S)\n(?=\S)"), re.compile(r"(?<=\S) (?=\S)")
 _CUTS = ((_LINE, 1, 1), (_SPACE, 0, 0), (_SPACE, 0, 1))
 _TAG = re.compile(r"</?\w+>")  # <think>
-_COMMON_FIELDS = {"role", "content", UNLEARNED, *ABOUT}
+_COMMON_FIELDS = {"role", "content", UNLEARNED, *ABOUT}  # ABOUT: fields about a record or a turn, which no target reads
 # Fields, by a message's role, of which `_unread_fields` gives no notice: `_require_rendered` and `_require_arguments`
 # test those of answers, and a template may leave out those of a tool's result.
 _EXEMPT_FIELDS = {"assistant": {*THOUGHTS, "tool_calls"}, "tool": {"tool_call_id", "name"}}
@@ -55,7 +48,7 @@ Item = TypeVar("Item")
 
 
 class Document(NamedTuple):
-    """A tokenised record: ids int64 [n], supervised bool [n]; `indivisible`: a row holds it whole."""
+    """A tokenised record: ids int64 [n], supervised bool [n]; `indivisible`: one row of the training holds it whole."""
 
     ids: np.ndarray
     supervised: np.ndarray
@@ -83,13 +76,15 @@ def encode(
     Plain text begins with the BOS token if the tokenizer adds one, and ends with the EOS token if it has one, unless
     the text is truncated. Every token is supervised.
 
-    A conversation is rendered by `template` (see `ChatTemplate`). User turns after the last answer are dropped. Each
-    prompt is tokenised as decoding does, and then its answer. The tokens of the answer are supervised, and the token
-    that ends the turn, unless the answer is truncated. If a prompt renders the earlier turns in another way than the
-    document so far, its answer begins a document.
+    A conversation is rendered by `template`: tokenizer (its chat template), vicuna, or none (bare texts). User turns
+    after the last answer are dropped. Each prompt is tokenised as decoding does, and then its answer. The tokens of the
+    answer are supervised, and the token that ends the turn, unless the answer is truncated. If a prompt renders the
+    earlier turns in another way than the document so far, its answer begins a document.
 
     A record is left out and counted in `counts` if the template refuses the record or leaves out a part of an answer
     (see `_require_rendered`), or if the model has no row for a token. With counts=None it raises `UnusableTextError`.
+    A conversation without an answer to learn from becomes a document of one unsupervised token, which callers drop; it
+    may become `counts.first`, the example in the warning of unusable records.
     Raises `UserError` for a tokenizer without chat template.
     """
     catch_refusals = nullcontext if counts is None else counts.count_refused
@@ -100,20 +95,20 @@ def encode(
             with catch_refusals():
                 answers[number] = _render_answers(record, tokenizer, template, counts)
     texts = [text for rendered in answers.values() for answer in rendered for text in (answer.prompt, answer.text)]
-    ids_of_texts = iter(encode_all(texts, lambda batch: list(tokenize(tokenizer, batch)["input_ids"])))
+    ids_of_texts = iter(encode_all(texts, lambda batch: list(chat.tokenize(tokenizer, batch)["input_ids"])))
     for number, rendered in answers.items():
         id_pairs = [(next(ids_of_texts), next(ids_of_texts)) for _ in rendered]  # of each prompt and of its answer
         with catch_refusals():
             docs_by_record[number] = _encode_answers(records[number], rendered, id_pairs, tokenizer, template)
             if counts is not None and not any(document.supervised.any() for document in docs_by_record[number]):
                 counts.first = counts.first or f"{records[number]['id']}: no answer of the assistant to learn from"
-    usable: list[Document] = []
+    usable_documents: list[Document] = []
     for record, record_documents in zip(records, docs_by_record, strict=True):
         with catch_refusals():
             for document in record_documents:
                 require_rows(document.ids, tokenizer, record["id"])
-            usable += record_documents
-    return usable
+            usable_documents += record_documents
+    return usable_documents
 
 
 def _recorded_documents(record: Record, tokenizer: PreTrainedTokenizerBase, template: str) -> list[Document]:
@@ -158,22 +153,23 @@ def _encode_answers(
 ) -> list[Document]:  # fmt: skip
     """The documents of a record; encoded_pairs: the ids of the prompts and, by themselves, of the answers."""
     if "text" in record:
-        ids, eos = prepend_bos(encoded_pairs[0][1], tokenizer), tokenizer.eos_token_id
+        ids, eos = chat.prepend_bos(encoded_pairs[0][1], tokenizer), tokenizer.eos_token_id
         ids = ids if record.get("truncated") or eos is None or ids[-1:] == [eos] else [*ids, eos]
         return [Document(np.array(ids, np.int64), np.ones(len(ids), bool), indivisible=False)]
     tokenised = list[TokenisedText]()
     for answer, (prompt, separate_ids) in zip(answers, encoded_pairs, strict=True):
-        prompt = prompt if template == "tokenizer" else prepend_bos(prompt, tokenizer)  # a chat template writes BOS
-        prompt = replace_prefix(prompt, [text.ids for text in tokenised], tokenizer)  # earlier answers keep their ids
+        if template != "tokenizer":  # a chat template writes BOS itself
+            prompt = chat.prepend_bos(prompt, tokenizer)
+        prompt = chat.replace_prefix(prompt, [text.ids for text in tokenised], tokenizer)  # earlier answers keep ids
         ids = _answer_ids(prompt, answer.text, separate_ids, tokenizer)
         if not ids:
-            name = tokenizer_name(tokenizer)
+            name = chat.tokenizer_name(tokenizer)
             raise UnusableTextError(f"{record['id']}: {name} writes no such answer after its prompt")
         tokenised = append_answer(tokenised, prompt, ids, answer.learned)
     if tokenised:
-        tokenised[-1].ids.extend(tokenize(tokenizer, [answers[-1].after])["input_ids"][0])
+        tokenised[-1].ids.extend(chat.tokenize(tokenizer, [answers[-1].after])["input_ids"][0])
     documents = [_to_document(text, indivisible=True) for text in tokenised if text.answers]
-    unsupervised = Document(np.zeros(1, np.int64), np.zeros(1, bool), indivisible=True)  # rows.py drops and counts it
+    unsupervised = Document(np.zeros(1, np.int64), np.zeros(1, bool), indivisible=True)  # counted, dropped in `rows`
     return documents or [unsupervised]
 
 
@@ -184,17 +180,15 @@ def _answer_ids(
 
     Some tokenizers put a space before every text, so the answer is also tokenised after a character of its own.
     """
-    prompt_end, options = prompt[-8:], {"clean_up_tokenization_spaces": False}  # a text may depend on tokens before it
+    prompt_end, options = prompt[-8:], {"clean_up_tokenization_spaces": False}  # a text may depend on a few before it
     expected_text = str(tokenizer.decode(prompt_end, **options)) + answer
     for prefix in ("", "\n", "."):
-        lead_ids, ids = tokenize(tokenizer, [prefix, prefix + answer])["input_ids"] if prefix else ([], separate_ids)
+        texts = [prefix, prefix + answer]
+        lead_ids, ids = chat.tokenize(tokenizer, texts)["input_ids"] if prefix else ([], separate_ids)
         ids = ids[len(lead_ids) :] if ids[: len(lead_ids)] == lead_ids else []
         if tokenizer.decode([*prompt_end, *ids], **options) == expected_text:
             return list(ids)
     return []
-
-
-# ----------------------------------------------------------------------------------------------- conversations
 
 
 def _render_answers(
@@ -213,7 +207,7 @@ def _render_answers(
         return [_RenderedAnswer("", record["text"])]
 
     def render(messages: list[Message]) -> str:
-        return render_text(messages, tokenizer, template, record["id"])
+        return chat.render_text(messages, tokenizer, template, record["id"])
 
     indices = [i for i, message in enumerate(record["messages"]) if message["role"] == "assistant"]
     if not indices:
@@ -228,7 +222,7 @@ def _render_answers(
     for i, prompt, conversation, continuation in zip(indices, prompts, conversations, continuations, strict=True):
         if not conversation.startswith(prompt):
             why = f"does not render message {i + 1} after the opening that decoding has"
-            raise UnusableTextError(f"{record['id']}: the chat template {why}; {template_remedy()}")
+            raise UnusableTextError(f"{record['id']}: the chat template {why}; {chat.template_remedy()}")
         rendered_answer, is_learned = conversation.removeprefix(prompt), UNLEARNED not in messages[i]
         answer_text = _cut_at_end(rendered_answer, continuation.removeprefix(prompt), added_tokens, closes_answers)
         if is_learned:
@@ -248,16 +242,17 @@ def _closes_answers(render: Render, history: list[Message], added_tokens: tuple[
     If not, an added token at an answer's end belongs to its own text, such as <b> in "In HTML, bold is <b>". True for
     a template that refuses the answer.
     """
-    answer: Message = {"role": "assistant", "content": MARK}
-    _, mark, ending = _render_or_empty(render, [*history, answer]).rpartition(MARK)
+    answer: Message = {"role": "assistant", "content": chat.MARK}  # a character that templates leave unchanged
+    _, mark, ending = _render_or_empty(render, [*history, answer]).rpartition(chat.MARK)
     return not mark or ending.rstrip().endswith(added_tokens)
 
 
 def _remove_end(answer: _RenderedAnswer, messages: list[Message], conversation: str, render: Render) -> _RenderedAnswer:
     """The last answer of `conversation`, which is truncated: it ends where a mark after its text is rendered."""
     text_keys = ["content"] if messages[-1]["content"].strip() else [key for key in THOUGHTS if key in messages[-1]]
-    marked_text = render([*messages[:-1], messages[-1] | {key: messages[-1][key].rstrip() + MARK for key in text_keys}])
-    text = marked_text[len(answer.prompt) : max(0, marked_text.find(MARK, len(answer.prompt)))]
+    marked_message = messages[-1] | {key: messages[-1][key].rstrip() + chat.MARK for key in text_keys}
+    marked_text = render([*messages[:-1], marked_message])
+    text = marked_text[len(answer.prompt) : max(0, marked_text.find(chat.MARK, len(answer.prompt)))]
     return answer._replace(text=text, after=conversation[len(answer.prompt + text) :])
 
 
@@ -301,7 +296,7 @@ def _require_rendered(message: Message, answer: str, where: str) -> None:
         if squeezed_text not in haystack:
             why = f"the template leaves {reprlib.repr(text)} of {key} out"
             raise UnusableTextError(f"{where}: {why}; write it where the template reads it, or take another")
-        haystack = haystack.replace(squeezed_text, MARK, 1)
+        haystack = haystack.replace(squeezed_text, chat.MARK, 1)
     for tag in _TAG.findall(message["content"]):  # such as a <think> that the content does not close
         if (end_tag := tag.replace("<", "</")) in answer and end_tag not in message["content"]:
             raise UnusableTextError(f"{where}: the template writes {end_tag} around another thought than the content's")
@@ -329,11 +324,9 @@ def _unread_fields(messages: list[Message], render: Render) -> Iterator[str]:
         if is_unread([{key: message[key] for key in message if key != field_name} for message in messages]):
             yield "column 'tools'" if field_name == TOOLS else f"field {field_name!r} of a turn"
     for role in sorted({"system", "tool"} & {message["role"] for message in messages}):
-        if is_unread([message | {"content": MARK} if message["role"] == role else message for message in messages]):
+        mark = {"content": chat.MARK}
+        if is_unread([message | mark if message["role"] == role else message for message in messages]):
             yield f"field 'content' of a {role} turn"
-
-
-# --------------------------------------------------------------------------------------------------- pieces
 
 
 def encode_all(texts: Sequence[str], encode: Encode, limit: int = PIECE) -> list[list[int]]:

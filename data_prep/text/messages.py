@@ -1,7 +1,7 @@
 """Turns of a conversation, as files hold them → messages, as chat templates take them.
 
-`role_turns` and `turns_of` make turns of two spellings alike, and `to_messages` makes the messages of a record from its
-turns and its other columns.
+A turn has "role" and "content": `role_turns` makes turns from those with other names of the two, `turns_of` from bare
+texts. `to_messages` makes the messages of a record from its turns and its other columns (system, history, tools).
 """
 
 import reprlib
@@ -24,7 +24,7 @@ _ROLES = {
     "system": "system", "tool": "tool", **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bing", "model", "assistant"), "assistant"),
 }  # fmt: skip
-# The roles that may follow a message: an answer, a user's turn, an answer that calls tools, a tool's result.
+# The roles that may follow a message, by its role; "calls": an answer that calls tools.
 _FOLLOWS = {"assistant": ("user",), "user": ("assistant",), "calls": ("tool",), "tool": ("tool", "assistant")}
 _FACTS = """id ids uuid idx index question_id prompt_id task_id conversation_id conversation_hash dataset source src_id
 origin category sub_category lang language license url date timestamp created split score model turn num_turns tags
@@ -47,6 +47,7 @@ class SkipRecordError(Exception):
 
 
 def malformed_record(where: str, value: object, expected: str) -> SkipRecordError:
+    """The error for a `value` at `where` that is not what was expected."""
     return SkipRecordError("malformed", f"{where}={reprlib.repr(value)}: expected {expected}")
 
 
@@ -64,7 +65,7 @@ def to_messages(raw: Raw, turns: Sequence[Raw]) -> list[Message]:
     if not any(message["content"].strip() for message in messages):
         raise SkipRecordError("empty", "no turn has a text")
     has_system = messages[0]["role"] == "system"
-    dialogue = messages[has_system:]
+    dialogue = messages[has_system:]  # without the system message
     if dialogue and dialogue[0]["role"] == "assistant":  # the file begins in the middle of a conversation
         dialogue = dialogue[1:]
     _require_order(dialogue, len(messages) - len(dialogue) + 1)
@@ -116,7 +117,7 @@ def role_turns(turns: Sequence[object], role_key: str, content_key: str) -> list
 
 def _require_order(dialogue: Sequence[Message], first_number: int) -> None:
     """Raise `SkipRecordError` unless each message may follow the one before; first_number: of the first turn."""
-    before = "assistant"
+    before = "assistant"  # so the user is first
     for number, message in enumerate(dialogue, first_number):
         role = message["role"]
         if role not in _FOLLOWS[before]:
@@ -131,6 +132,7 @@ def _to_message(turn: Raw, number: int) -> Message:
     fields = {key: value for key, value in turn.items() if value is not None and key not in ("content", "tool_calls")}
     message: Message = {"role": turn["role"], "content": _join_content(turn.get("content"), number)}
     is_answer = turn["role"] == "assistant"
+    # An answer's marks are read below. Of other turns, which are never learned, only a true mark stays.
     message |= {key: fields[key] for key in fields if key not in _LEARNED or (fields[key] and not is_answer)}
     for key, value in fields.items() if is_answer else ():
         if key in _UNCLEAR or (key in _LEARNED and value not in (0, 1)):

@@ -1,4 +1,8 @@
-"""A record of a prompt file of any layout → a prompt: user turns, or a text to continue."""
+"""A record of a prompt file of any layout → a prompt: user turns, or a text to continue.
+
+A raw record is a mapping of columns to values. Its layout is what `records.find_layout` knows: text, messages, ….
+`Counts` notes, for a warning, which columns and fields were not read.
+"""
 
 import reprlib
 from collections.abc import Sequence
@@ -55,7 +59,7 @@ def as_record(prompt: Prompt) -> dict[str, object]:
 
 def to_prompt(raw: object, where: str, number: int, counts: Counts | None = None) -> Prompt:
     """The prompt in a record or text, by the record's columns; `where` (file:line) is named in errors. `counts` notes
-    what is not read.
+    what is not read. number: the id of a record that has none.
 
     Of a conversation, and of the column `history`, the user's turns are asked: the target gives its own answers.
 
@@ -63,19 +67,19 @@ def to_prompt(raw: object, where: str, number: int, counts: Counts | None = None
     `SkipRecordError` for a conversation that cannot be asked.
     """
     if isinstance(raw, str):
-        return Prompt(str(number), "text", (prompt_text(raw, where),), False)
+        return Prompt(str(number), "text", (prompt_text(raw, where),), chat=False)
     if not isinstance(raw, dict):
         raise UserError(f"{where}: expected a record or a text, found {type(raw).__name__}")
     raw, counts = {key: raw[key] for key in raw if raw[key] is not None}, Counts() if counts is None else counts
     prompt_id = require_encodable(str(next((raw[key] for key in _IDS if key in raw), number)), where)
     category = require_encodable(str(raw.get("category") or ""), where)
-    column, column_kind, turns = _column_of(raw, where)
+    column, column_kind, turns = _column_of(raw, where)  # turns: () for a conversation
     if column_kind in ("code", "text"):
         counts.note(unread_columns(raw, {column, *_ANSWERS}, ()), where)
         if extras := [name for name in (*messages.SYSTEM, "history", "tools") if not messages.is_empty(raw.get(name))]:
             why = f"{extras[0]!r} stands beside a text to continue; call the column 'question' if it is one"
             raise SkipRecordError("malformed", why)
-        return Prompt(prompt_id, category or column_kind, turns, False)
+        return Prompt(prompt_id, category or column_kind, turns, chat=False)
     if turns:
         chat = messages.to_messages(raw, messages.turns_of(turns[:1]))  # adds system and history; turns[1:] come later
         read_columns = {column, *(("input", "context") if column == "instruction" else ()), "history", "tools"}
@@ -91,14 +95,14 @@ def to_prompt(raw: object, where: str, number: int, counts: Counts | None = None
         raise SkipRecordError("empty", "it has no question")
     fields = {key for message in [*system_turns, *questions] for key in message} - {"role", "content", *messages.ABOUT}
     counts.note([f"field {key!r} of a turn" for key in sorted(fields)], where)
-    texts = [message["content"] for message in questions]
+    texts = [message["content"] for message in questions]  # below, True: they are chat
     system_text = "".join(message["content"] for message in system_turns)
     return Prompt(prompt_id, category or (column_kind if turns else "chat"), (*texts, *turns[1:]), True, system_text)
 
 
 def _column_of(raw: Raw, where: str) -> tuple[str, str, tuple[str, ...]]:
     """The column of a prompt, its kind and texts; of a conversation the layout as kind, and no texts."""
-    if layout := records.layout_of_turns(raw, ("prompt",)):
+    if layout := records.layout_of_turns(raw, more=("prompt",)):
         return layout.column, layout.name, ()
     turns = raw["turns"] if "turns" in raw else raw.get("prompt")
     if "turns" in raw or isinstance(turns, list):
@@ -110,10 +114,9 @@ def _column_of(raw: Raw, where: str) -> tuple[str, str, tuple[str, ...]]:
         if column in raw:
             kind = "code" if column == "prompt" and "task_id" in raw else "text"
             return column, kind, (prompt_text(raw[column], where),)
-    raise UserError(
-        f"{where}: expected one of the columns turns, {', '.join(_REQUESTS)}, messages, conversations, prompt, text; "
-        f"columns present: {', '.join(map(str, raw)) or '(none)'}"
-    )
+    expected = f"turns, {', '.join(_REQUESTS)}, messages, conversations, prompt, text"
+    present = ", ".join(map(str, raw)) or "(none)"
+    raise UserError(f"{where}: expected one of the columns {expected}; columns present: {present}")
 
 
 def _require_turns(turns: object, where: str) -> tuple[str, ...]:

@@ -94,15 +94,14 @@ def split_prompts(
     by_turn: dict[str, list[Prompt]] = {}
     for prompt in {(prompt.system, prompt.turns): prompt for prompt in prompts}.values():
         by_turn.setdefault(turn_key(prompt.turns[0]), []).append(prompt)
-    if len(by_turn) < _FEWEST:
+    n_turns = len(by_turn)
+    if n_turns < _FEWEST:
         remedy = 'one {"turns": ["…"]} a line of a .jsonl file; any other text file is one prompt'
-        raise UserError(
-            f"{where}: {len(by_turn)} prompts with different first turns; expected at least {_FEWEST}: {remedy}"
-        )
-    count = max(min(round(heldout_fraction * len(by_turn)), len(by_turn) - 1), min(_HELDOUT, len(by_turn) // 2))
-    heldout_numbers = {*range(count)} if by_hash else {number * len(by_turn) // count for number in range(count)}
+        raise UserError(f"{where}: {n_turns} prompts with different first turns; expected at least {_FEWEST}: {remedy}")
+    count = max(min(round(heldout_fraction * n_turns), n_turns - 1), min(_HELDOUT, n_turns // 2))
+    heldout_numbers = {*range(count)} if by_hash else {number * n_turns // count for number in range(count)}
     splits: dict[Split, list[Prompt]] = {"train": [], "heldout": []}
-    # The first 8 bytes of the hash decide in `is_heldout`.
+    # Bytes 8 on: the first 8 decide which answers a training holds out, and the two choices must be independent.
     ordered_keys = sorted(by_turn, key=lambda key: hashlib.sha256(key.encode()).digest()[8:]) if by_hash else by_turn
     for number, key in enumerate(ordered_keys):
         splits["heldout" if number in heldout_numbers else "train"] += by_turn[key][: 1 if by_hash else None]
@@ -127,6 +126,7 @@ def _with_unique_ids(prompts: list[Prompt]) -> list[Prompt]:
 
 
 def _from_library(prompt_chars: int, heldout_fraction: float, limit: int | None) -> list[Prompt]:
+    """The first window of each held-out library file; with a limit the second ones follow if there are too few, …"""
     config = DataConfig(heldout_fraction=heldout_fraction)
     texts = {record["id"]: record["text"] for record in read_records(config, "heldout") if "text" in record}
     windows_by_file = {name: list(_windows(text, prompt_chars)) for name, text in texts.items()}

@@ -34,6 +34,8 @@ from outrider.data_prep.text.messages import (
 )  # fmt: skip
 from outrider.draft_models.targets.vocabulary import UnusableTextError
 
+# Layout → the column that is read if the user names none. text, code: a text; sharegpt: turns with "from" and "value";
+# messages: turns with "role" and "content"; turns: texts of user and assistant in turn; alpaca: the answer.
 _COLUMNS = {
     "text": "text", "code": "content", "sharegpt": "conversations", "messages": "messages", "turns": "data",
     "alpaca": "output",
@@ -44,8 +46,11 @@ _CHAT_COLUMNS = ("messages", "conversations", "data", "dialogue")
 _ANSWER_COLUMNS = ("output", "response")
 _ALPACA = ("instruction", "input", "context")  # columns that make the user's turn
 _OF_TURNS = {*SYSTEM, "history", "tools"}  # columns of a conversation beside its turns
+# A text record with one of these columns may be a conversation in another layout: it is noted that they are not read.
 _OF_OTHERS = {*_OF_TURNS, *_ALPACA, *_CHAT_COLUMNS, *_ANSWER_COLUMNS, "prompt", "question", "text"}
-_UNREAD = "not read: "
+_UNREAD = "not read: "  # the begin of the keys of `Counts` for columns and fields
+_KEY_LENGTH = 2**20  # characters that tell texts apart: a normalised text takes 16 times its memory
+HELDOUT_BY = "first turn"  # recorded with a run, since `split_key` decides its held-out records
 Typed = TypeVar("Typed")
 
 
@@ -146,7 +151,7 @@ class Counts(Counter[str]):
 def warn_of_unused(counts: Mapping[str, int], first_fault: str) -> None:
     """Warn of unusable records, if `first_fault` names one, and of what is not read."""
     if first_fault:
-        kinds = ("empty", "malformed", "unreadable", "unsupervised", "refused", "skipped")
+        kinds = ("empty", "malformed", "unreadable", "unsupervised", "refused", "skipped")  # why a record was left out
         outcomes = " ".join(f"{kind}={counts[kind]}" for kind in kinds if counts.get(kind))
         warn(f"data: left out {outcomes}; one of them: {first_fault}")
     for key in counts:
@@ -171,7 +176,9 @@ def find_layout(record: object, layout: str, column: str | None, where: str) -> 
     column = column or _first_column(raw, tuple(_TEXT_COLUMNS))
     layout_name = column and _layout_of_value(_value_of(raw, column), column)
     candidate = column or _first_column(raw, _CHAT_COLUMNS)
-    if candidate and (raw.get(candidate) in (None, "") if candidate in _TEXT_COLUMNS else is_empty(raw.get(candidate))):
+    value = raw.get(candidate) if candidate else None
+    is_blank = value in (None, "") if candidate in _TEXT_COLUMNS else is_empty(value)  # a text may be "null" or "[]"
+    if candidate and is_blank:
         raise SkipRecordError("empty", f"column {candidate!r} is empty")
     if not column or not layout_name:
         remedy = "name it with layout= and column="
@@ -277,10 +284,6 @@ def alpaca_instruction(raw: Raw) -> str:
     return "\n\n".join(str(raw[name]) for name in _ALPACA if raw.get(name) not in (None, ""))
 
 
-_KEY_LENGTH = 2**20  # characters that tell texts apart: a normalised text takes 16 times its memory
-HELDOUT_BY = "first turn"  # recorded with a run, since `split_key` decides its held-out records
-
-
 def split_key(record: Record) -> str:
     """The text whose hash decides the split: records with the same first user turn are in the same split."""
     if "text" in record:
@@ -359,8 +362,6 @@ def _require_type(value: object, kind: type[Typed], layout: FileLayout, where: s
     if value is None:
         raise SkipRecordError("empty", f"column {layout.column!r} is null")
     if not isinstance(value, kind):
-        raise UserError(
-            f"{where}: column {layout.column!r} holds {type(value).__name__}, "
-            f"layout={layout.name} needs {kind.__name__}"
-        )
+        needed = f"layout={layout.name} needs {kind.__name__}"
+        raise UserError(f"{where}: column {layout.column!r} holds {type(value).__name__}, {needed}")
     return value

@@ -2,7 +2,8 @@
 
 `load_rows` returns the rows of a split. For each source it takes an entry of the cache or builds one: `_documents`
 tokenises the records, `pack` puts the documents into rows, and `_build_rows` writes the rows. `interleave` mixes the
-rows of several sources. `PackedRows` shows the layout of a row by an example.
+rows of several sources. `PackedRows` shows the layout of a row by an example. Supervised tokens are those of answers
+and of plain texts, from which a drafter learns. A record is a text or the messages of a conversation.
 """
 
 import shutil
@@ -34,7 +35,7 @@ FORMAT = 6  # part of every cache key: increment it when rows of the same input 
 _IN_THE_CONTENT = {"packages", "path", "subset", "data_dir", "revision", "split", "streaming", "mix", KWARGS}
 _RECORDS_A_BATCH, _CHARACTERS_A_BATCH = 256, 2**22
 META_FILE, ROWS_FILE = "meta.json", "rows.bin"  # of an entry of the cache: `CacheMeta`, and rows of `_row_type`
-_READ_NAMES = ("records", "rows", "tokens", "supervised", "clipped")
+_READ_NAMES = ("records", "rows", "tokens", "supervised", "clipped")  # clipped: conversations longer than a row
 COUNT_NAMES = (*_READ_NAMES, "empty", "unsupervised", "malformed", "unreadable", "dropped_rows", "refused")
 
 
@@ -43,7 +44,7 @@ class PackedRows(Dataset[dict[str, Tensor]]):
 
     An item is {"input_ids", "labels", "positions", "documents"}, int64 [seq_len] each. labels[t] is the id of token t+1
     if that is in the same document and supervised, else `IGNORE`. positions restart at 0 in each document. documents
-    count 0, 1, 2, … within the row and are −1 on padding (input id 0). Example, with · for `IGNORE`:
+    count 0, 1, 2, … within the row and are −1 on padding (input id 0). Example, with · for `IGNORE` (no loss there):
 
         input_ids a b c d e 0    labels b c · e · ·    positions 0 1 2 0 1 0    documents 0 0 0 1 1 −1
 
@@ -81,7 +82,8 @@ class PackedRows(Dataset[dict[str, Tensor]]):
 def load_rows(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Split, *, max_rows: int | None = None
 ) -> PackedRows:
-    """The rows of one split, from the cache or built now. max_rows: keep this many, evenly spread.
+    """The rows of one split, from the cache or built now. max_rows: keep this many, evenly spread; the counts
+    are those of all rows.
 
     The cache key is a hash of everything that determines the content, so a hit is always valid. If several processes
     call this at once, one builds and the others wait. Rank 0 prints the counts on one line.
@@ -97,7 +99,7 @@ def load_rows(
     require(max_rows is None or max_rows >= 1, "max_rows", max_rows, "at least 1, or null")
     if split == "train":
         warn_of_template(config, tokenizer)
-    mix_parts = list(config.parts()) or [(config.source, 1.0, config)]
+    mix_parts = list(config.parts()) or [(config.source, 1.0, config)]  # name, weight and settings of each
     folders = [_cached_rows(part, tokenizer, seq_len, split) for _, _, part in mix_parts]
     metas = [_read_meta(folder) for folder in folders]
     weights = [weight for _, weight, _ in mix_parts]
@@ -119,9 +121,6 @@ def _scale_counts(counts: Mapping[str, int], row_count: int) -> dict[str, int]:
     """The counts of a source of which `row_count` rows are taken, with tokens by the mean of all its rows."""
     scaled = {name: round(counts[name] * row_count / counts["rows"]) for name in ("tokens", "supervised")}
     return {**counts, "rows": row_count, **scaled}
-
-
-# ------------------------------------------------------------------------------------------------- packing
 
 
 @dataclass
@@ -170,7 +169,7 @@ def pack(documents: Iterable[Document], seq_len: int, max_open: int = 32) -> Ite
 def _row_type(seq_len: int) -> np.dtype:
     """A row: tokens, documents (−1: padding) and supervised, [seq_len] each."""
     # A target may write ids beyond its tokenizer's vocabulary.
-    dtypes = {"tokens": np.uint32, "documents": np.min_scalar_type(-seq_len), "supervised": bool}
+    dtypes = {"tokens": np.uint32, "documents": np.min_scalar_type(-seq_len), "supervised": bool}  # a signed type
     return np.dtype([(name, dtype, seq_len) for name, dtype in dtypes.items()])
 
 
@@ -198,9 +197,6 @@ def _positions(document_ids: np.ndarray) -> np.ndarray:
     indices = np.arange(len(document_ids))
     is_first = np.r_[True, document_ids[1:] != document_ids[:-1]]
     return indices - np.maximum.accumulate(np.where(is_first, indices, 0))
-
-
-# ------------------------------------------------------------------------------------------------ building
 
 
 def _documents(
@@ -268,18 +264,14 @@ def _require_content(config: DataConfig, split: Split, counts: Counts) -> None:
         remedy = f"give more data or raise heldout_fraction ({hint})" if split == "heldout" else "give more data"
         raise UserError(f"{where}: empty dataset: no usable {split} record (found {outcomes}); {remedy}{first_fault}")
     if not counts["rows"]:
-        raise UserError(
-            f"{where}: no token of the {split} split is supervised (found {outcomes}): no assistant's answer "
-            f"is within seq_len; check layout, column and template, or raise seq_len{first_fault}"
-        )
-
-
-# --------------------------------------------------------------------------------------------------- cache
+        why = "no assistant's answer is within seq_len; check layout, column and template, or raise seq_len"
+        fault = f"no token of the {split} split is supervised (found {outcomes})"
+        raise UserError(f"{where}: {fault}: {why}{first_fault}")
 
 
 @dataclass(frozen=True)
 class CacheMeta:
-    """The content of an entry's `META_FILE`: its key, and the `Counts` of its rows. It is written last."""
+    """The content of an entry's `META_FILE`: its key, its rows' `Counts` and their `first`. It is written last."""
 
     key: str
     counts: dict[str, int]
@@ -304,9 +296,10 @@ def _is_complete(folder: Path, key: str, seq_len: int) -> bool:
 
 def _cached_rows(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Split) -> Path:
     """The cache folder with the rows of one source, built if missing; prints its counts."""
+    # From here on the chat template has the user's arguments.
     tokenizer = bind_arguments(tokenizer, config.chat_template_kwargs, config.template, f"data.{KWARGS}")
     key_fields = {key: value for key, value in config.decisions().items() if key not in _IN_THE_CONTENT}
-    key_fields |= {
+    key_fields |= {  # clock_of: the time of the run, if the template shows the time
         "format": FORMAT,
         "content": content_digest(config),
         "tokenizer": [tokenizer_digest(tokenizer), tokenizer.chat_template, *filter(None, [clock_of(tokenizer)])],
@@ -323,19 +316,15 @@ def _cached_rows(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len
                 if not _is_complete(folder, key, seq_len):
                     _build_rows(folder, key, config, tokenizer, seq_len, split)
         except OSError as error:  # reading raises UserError itself, so this is a write error
-            raise UserError(
-                f"cache_dir={config.cache}: cannot be written ({error.strerror or error}); free space there or choose "
-                "another with data.cache_dir=DIRECTORY"
-            ) from error
+            remedy = "free space there or choose another with data.cache_dir=DIRECTORY"
+            cause = error.strerror or error
+            raise UserError(f"cache_dir={config.cache}: cannot be written ({cause}); {remedy}") from error
     if shows_progress():
         meta = _read_meta(folder)
         counts_text = " ".join(f"{name}={meta.counts[name]}" for name in COUNT_NAMES)
         print(f"data source={config.source} split={split} {counts_text}", flush=True)
         warn_of_unused(meta.counts, meta.first)
     return folder
-
-
-# -------------------------------------------------------------------------------------------------- mixing
 
 
 def rows_of_sources(row_counts: Sequence[int], label_counts: Sequence[int], weights: Sequence[float]) -> list[int]:

@@ -1,4 +1,9 @@
-"""Settings of text sources and of prompts; light, so that a config error is reported at once."""
+"""Settings of text sources and of prompts; light, so that a config error is reported at once.
+
+A field made by `opt`, or with a plain default, affects results: a resumed run must agree on it; one made by `free` need
+not. only(source="hub"): the field is read only with source=hub. A text after a field is its help. `Settings` runs the
+`check_fields` of each class, those of bases first.
+"""
 
 import os
 from collections.abc import Callable, Iterator
@@ -43,7 +48,7 @@ class RecordFile(InputPath):
     """The path of a file of records. check: raises `UserError` for a record at a place (file:line) with a number, and
     `SkipRecordError` for one that is left out."""
 
-    begins: tuple[bytes, ...] = (b"",)
+    begins: tuple[bytes, ...] = (b"",)  # the possible first bytes of a file: here any
     check: Callable[[object, str, int], object] = lambda *record: record
 
     def require(self, key: str, value: str) -> None:
@@ -110,7 +115,7 @@ class SourceConfig(Settings):
         self.require("column", column_fits, "null with layout=prompts: there the column names decide")
 
     def require_paths(self, is_checked: Callable[[str], bool], prefix: str = "") -> None:
-        """As for all settings; `prefix` may also be a pattern. One of the files must have a record."""
+        """As `Settings.require_paths`. `path` may also have patterns; one of the files must have a record."""
         super().require_paths(is_checked, prefix)
         if self.source != "local" or not is_checked(f"{prefix}.path"):
             return
@@ -147,7 +152,7 @@ class DataConfig(SourceConfig):
             require(any(weights.values()), "mix", weights, "at least one source with a weight above 0")
             options = {f.name: getattr(self, f.name) for f in fields(SourceConfig) if f.name not in ("source", "path")}
             changed = next((name for name, value in options.items() if value != getattr(SourceConfig, name, {})), None)
-            if changed:
+            if changed:  # {} above: the default of a field with a factory, which is no attribute of the class
                 raise UserError(f"{changed}={options[changed]!r}: says nothing with source=mix; set mix.NAME.{changed}")
         else:
             require(not self.mix, "mix", sorted(self.mix), "nothing unless source=mix")

@@ -5,6 +5,7 @@ import json
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -57,6 +58,7 @@ def read_records(
             record_count += 1
             record_id = f"{source_name}:{number}" if number else source_name
             try:
+                # A file of answers of a target may have texts and conversations, so "written" records may differ.
                 changes_layout = isinstance(raw, dict) and "written" in raw and layout and layout.column not in raw
                 if (layout is None and (config.layout == "prompts" or not isinstance(raw, str))) or changes_layout:
                     layout = _choose_layout(raw, config, asking, record_id)
@@ -178,14 +180,8 @@ def _hub_rows(config: DataConfig) -> Iterator[tuple[int, object]]:
     import datasets
 
     try:
-        dataset = datasets.load_dataset(
-            config.path[0],
-            name=config.subset,
-            data_dir=config.data_dir,
-            split=config.split,
-            revision=config.revision,
-            streaming=config.streaming,
-        )
+        load = partial(datasets.load_dataset, config.path[0], name=config.subset, data_dir=config.data_dir)
+        dataset = load(split=config.split, revision=config.revision, streaming=config.streaming)
         yield from enumerate(map(drop_absent, dataset), 1)
     except Exception as error:  # whatever the Hub client, the network or a loader raises
         raise UserError(

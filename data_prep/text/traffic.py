@@ -14,7 +14,10 @@ from outrider.data_prep.text.records import Counts, find_layout, learned_answers
 
 
 class Conversation(NamedTuple):
-    """A log's record as trainings read it: a conversation, or a text that a target continued. first_turn: normal."""
+    """A log's record as trainings read it: a conversation, or a text that a target continued.
+
+    first_turn: the first user turn or the text, in the normal form by which equal turns are found (`split_key`).
+    """
 
     first_turn: str
     raw: Raw
@@ -23,7 +26,7 @@ class Conversation(NamedTuple):
 def read_traffic(paths: Sequence[str]) -> list[Conversation]:
     """The conversations in files and directories, the oldest first if all have "created", else in their order.
 
-    Raises `UserError` naming file and line for a line that is no JSON or no conversation. Warns of blank ones.
+    Raises `UserError` naming the place of a line that is no JSON or no conversation. Warns of blank or malformed ones.
     """
     conversations, counts = list[Conversation](), Counts()
     for path in resolve_paths(paths):
@@ -33,6 +36,7 @@ def read_traffic(paths: Sequence[str]) -> list[Conversation]:
             except SkipRecordError as skipped:
                 counts.refuse(skipped.reason, f"{path}:{number}: {skipped}")
     warn_of_unused(counts, counts.first)
+    # "created": in seconds
     times = [time for conversation in conversations if isinstance(time := conversation.raw.get("created"), int | float)]
     if len(times) < len(conversations):
         return conversations
@@ -58,14 +62,14 @@ def split_newest(conversations: Sequence[Conversation], share: float) -> tuple[l
 
 def _to_conversation(raw: object, where: str) -> Conversation:
     raw = _join_response(raw)
-    record = to_record(raw, find_layout(raw, "auto", None, where), where)
+    record = to_record(raw, find_layout(raw, layout="auto", column=None, where=where), where)
     if not isinstance(raw, dict) or ("messages" in record and not learned_answers(record["messages"])):
         raise UserError(f"{where}: expected a conversation with an answer of the assistant")
     return Conversation(split_key(record), raw)
 
 
 def _join_response(raw: object) -> object:
-    """A request with its response as a conversation of which only the response is learned; others unchanged."""
+    """A request with its response as a conversation; earlier answers are not learned (weight 0); others unchanged."""
     match raw:
         case {"request": {"messages": [*turns], **options}, "response": {"choices": [choice, *_], **response}}:
             if not isinstance(choice, dict) or not isinstance(choice.get("message"), dict):

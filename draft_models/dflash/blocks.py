@@ -1,4 +1,8 @@
-"""The blocks of many positions of one text at once, whatever their layers see, as the doctor runs them."""
+"""The blocks of many positions of one text in one pass, to measure without decoding what a drafter would draft.
+
+A block is a token of the text, at its anchor, followed by masks; its rows stand at the positions from the anchor on.
+Shapes: T tokens of the text, A anchors, H the drafter's width, H_t the target's.
+"""
 
 import torch
 from torch import Tensor
@@ -13,6 +17,7 @@ class SharedContext:
         self._entries: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, /) -> tuple[Tensor, Tensor]:
+        """Keep the context, or return the context with the blocks' entries, which are not kept."""
         if layer_idx not in self._entries:
             self._entries[layer_idx] = key, value
             return key, value
@@ -22,18 +27,17 @@ class SharedContext:
 
 
 def run_blocks(drafter: DFlash, aux: Tensor, anchors: Tensor, tokens: Tensor) -> Tensor:
-    """The hidden states [A, block, H] of the blocks that begin at the positions `anchors` [A], after context of their
-    own.
+    """The hidden states [A, block, H] of the blocks at the positions `anchors` [A], each after the context before it.
 
-    aux [1, T, k · H_t]: of the text. tokens [A]: those at the anchors.
+    aux [1, T, k · H_t]: the target's hidden states at k layers, of the text. tokens [A]: those at the anchors.
     """
     context_size, block_size, cache = aux.shape[1], drafter.reading.block, SharedContext()
     positions = torch.arange(context_size, device=aux.device)  # [T]
     rows = anchors[:, None] + torch.arange(block_size, device=aux.device)  # [A, block_size]
-    drafter.reserve(context_size + block_size)
+    drafter.reserve(context_size + block_size)  # rotary tables
     drafter.store_context(drafter.features(aux), drafter.rotary(positions[None]), cache)
     block_ids = torch.cat([tokens[:, None], rows.new_full((len(rows), block_size - 1), drafter.reading.mask_token)], 1)
-    mask_args = drafter.reading.spans
+    mask_args = drafter.reading.spans  # (window, causal) of each layer; layers with equal ones share a mask
     masks = {args: _mask(positions, rows, *args) for args in {*mask_args}}
     return drafter.run(drafter.embed(block_ids), [masks[args] for args in mask_args], drafter.rotary(rows), cache)
 

@@ -1,4 +1,8 @@
-"""Block drafters on disk: opened strictly, in any dialect, and written in z-lab's."""
+"""Block drafters on disk: opened strictly, in any dialect, and written in z-lab's.
+
+A dialect is the form of config.json and names that one writer of such files has. A reading (`BlockReading`) is what the
+config says of the tensors; a user may correct it. Taps are the target's layers whose hidden states the drafter reads.
+"""
 
 from pathlib import Path
 
@@ -20,7 +24,7 @@ from outrider.draft_models.targets.settings import DFLASH, ReadingChanges
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.tensor_files import find_file
 
-MASK_FILE = "mask_embedding.pt"
+MASK_FILE = "mask_embedding.pt"  # a mask's embedding beside the weights, which is not read here
 TRAINING_FILE = "dflash.json"  # written next to the weights, last, by training in this toolkit
 
 
@@ -38,7 +42,7 @@ def open_drafter(source: str, target: PreTrainedConfig, changes: ReadingChanges 
     do not match its config.
     """
     stored = files.open_files(DFLASH, source, "a DFlash or DSpark drafter", local_name)
-    if find_file(source, MASK_FILE, None) is not None:
+    if find_file(source, MASK_FILE, revision=None) is not None:
         raise UserError(f"{stored.where}: {MASK_FILE}: expected the mask in the embedding, as mask_token_id")
     try:
         dialect = dialect_of(stored.config, stored.files.file_of)
@@ -58,18 +62,16 @@ def vllm_method(reading: BlockReading) -> str:
 
 def require_vllm(reading: BlockReading) -> None:
     """Raise `UserError` for a reading that vLLM does not have for `vllm_method`, and would replace by its own."""
-    field_fits = {
-        "sample_from_anchor": reading.sample_from_anchor == (reading.markov_rank > 0),
-        "embedding_scale": reading.embedding_scale == 1.0,
-    }
+    field_fits = {"sample_from_anchor": reading.sample_from_anchor == (reading.markov_rank > 0)}
+    field_fits["embedding_scale"] = reading.embedding_scale == 1.0
     if unread := ", ".join(f"{name}={getattr(reading, name)!r}" for name, is_read in field_fits.items() if not is_read):
-        raise UserError(
-            f"engine=vllm: has no word for {unread} of {vllm_method(reading)}, so it would run another drafter"
-        )
+        method = vllm_method(reading)
+        raise UserError(f"engine=vllm: has no word for {unread} of {method}, so it would run another drafter")
 
 
 def describe_use(reading: BlockReading, engine: str = "vllm") -> str:
-    """Instructions for a drafter in the format of `engine`, there and here, with {path} and {target} to fill in."""
+    """Instructions for a drafter in the format of `engine`, with {path} and {target} to fill in: for that engine, and
+    for Outrider, which does not read such a drafter in llama.cpp's format."""
     serving = describe_serving(reading.drafted, engine, head=vllm_method(reading))
     summary, local_usage = _USAGE
     return "\n\n".join([summary, serving] if engine == "llama_cpp" else [summary, local_usage, serving])
@@ -86,7 +88,8 @@ evaluate-checkpoint target={target:option} dflash={path:option}
 
 
 def new_drafter(reading: BlockReading, stack: LayerStack, draft_tokens: Tensor | None, seed: int) -> DFlash:
-    """The drafter before training (see `initial_weights`). Its Markov head begins without a bias."""
+    """The drafter before training (see `initial_weights`). Its Markov head begins without a bias. draft_tokens: the
+    target's ids of its draft vocabulary; None: all tokens."""
     weights = initial_weights(reading, files.module_shapes(DFlash, reading), stack, draft_tokens, seed)
     if reading.markov_rank:
         weights["markov_head.markov_w2.weight"].zero_()

@@ -4,8 +4,10 @@ z-lab        z-lab/dflash, SpecForge: a flat config with `dflash_config`, which 
 deepspec     DeepSpec: flat, DSpark's keys at the top
 speculators  vllm-project/speculators: the layer's config nested, aux hidden states as boundaries
 
-Facts of z-lab's model.py, speculators 0.9 and vLLM 0.33 (qwen3_dflash.py, qwen3_dspark.py, eagle3_utils.py). A vLLM
-with fewer tokens than a block drafts runs shorter blocks. The output of layer i is boundary i + 1.
+The drafter reads aux hidden states of the target at `taps`, boundaries of its layers: 0 is the embedding, i + 1 the
+output of layer i. A reading (`BlockReading`) is what a config says of the tensors. vLLM's blocks are shorter if it is
+told to draft fewer tokens than a block has. Facts of z-lab's model.py, speculators 0.9 and vLLM 0.33 (qwen3_dflash.py,
+qwen3_dspark.py, eagle3_utils.py).
 
 To read a file: `dialect_of` and `read_config`. To write one: `config_of`, which reads its result again.
 """
@@ -24,7 +26,7 @@ from outrider.draft_models.heads.sizes import Shapes
 
 Config = Mapping[str, object]
 BlockDialect = Literal["z-lab", "deepspec", "speculators"]
-SECTION, BASE = "dflash_config", "model."
+SECTION, BASE = "dflash_config", "model."  # a section of config.json; a prefix of tensors' names
 W1, W2, CONFIDENCE = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight", "confidence_head.proj.weight"
 _SLIDING = "sliding_attention"
 # Parts of tensors' names by the drafter that has such tensors, and that is not read here.
@@ -32,7 +34,7 @@ _FOREIGN = {
     "mask_hidden": "P-EAGLE", "conv": "DFlash2", "selector": "DFlash2", "gru": "Domino", "sink": "attention sinks",
     "markov_head.gate_proj": "a gated Markov head", "markov_head.joint_proj": "a recurrent Markov head",
 }  # fmt: skip
-# Switches of which only the given values are supported.
+# Switches of which only the given values are supported; None: the config lacks the switch.
 _FIXED: dict[str, tuple[object, ...]] = {
     "use_aux_hidden_state": (None, True), "logit_scale": (None, 1.0), "markov_head_type": (None, "vanilla"),
     "projector_type": (None, "dflash", "dspark"), "attention_sink_bias": (None, False),
@@ -93,7 +95,7 @@ def _read_declared(config: Config, shapes: Shapes, taps: tuple[int, ...]) -> Blo
     plain = {key: fields[key] for key in fields if key not in ("layer_types", "sliding_window", "use_sliding_window")}
     layer = layer_config({"model_type": "qwen3", **plain}, layer_count)
     reading_fields = {
-        **{name: getattr(layer, key, False) for key, name in LAYER_FIELDS.items()},
+        **{name: getattr(layer, key, False) for key, name in LAYER_FIELDS.items()},  # key: transformers' name
         **_read_heads(config, shapes, layer.hidden_size),
         **_read_spans(config, fields, layer_count),
         "taps": taps,
@@ -114,7 +116,7 @@ def _read_declared(config: Config, shapes: Shapes, taps: tuple[int, ...]) -> Blo
 def _read_taps(config: Config) -> tuple[int, ...]:
     """The boundaries that the config names, in entries that must agree. Engines take the first entry that they know."""
     dflash_section, eagle_section = section_of(config, SECTION), section_of(config, "eagle_config")
-    entries = {  # by the entry, as the user sees it: its layers, and what makes boundaries of them
+    entries = {  # by the entry, as the user sees it: its layers, and what is added to make boundaries of them
         "aux_hidden_state_layer_ids": (config.get("aux_hidden_state_layer_ids"), 0),
         "eagle_aux_hidden_state_layer_ids": (config.get("eagle_aux_hidden_state_layer_ids"), 0),
         f"{SECTION}.target_layer_ids": (dflash_section.get("target_layer_ids"), 1),
@@ -137,7 +139,7 @@ def _read_taps(config: Config) -> tuple[int, ...]:
 
 def _read_spans(config: Config, layer_fields: Config, layer_count: int) -> dict[str, object]:
     """`windows` and `causal` of a reading, by vLLM's table: layers slide by `layer_types`, or all with `use_swa`. A
-    switch of causality is of all layers; without one, those that slide by `layer_types` are causal."""
+    switch of causality is of all layers; without one (None), those that slide by `layer_types` are causal."""
     section, types = section_of(config, SECTION), layer_fields.get("layer_types") or ["full_attention"] * layer_count
     if not isinstance(types, list) or len(types) != layer_count:
         raise UserError(f"layer_types={types!r}: expected one for each of {layer_count} layers")
@@ -154,6 +156,7 @@ def _read_spans(config: Config, layer_fields: Config, layer_count: int) -> dict[
 
 def _read_heads(config: Config, shapes: Shapes, hidden_size: int) -> dict[str, object]:
     """What a reading says of DSpark's heads, by the tensors, and of the position that a row predicts."""
+    # W1 [vocabulary, rank]. The confidence head reads the hidden state, or also the Markov embedding: its width tells.
     rank = shapes[W1][1] if W1 in shapes else _lookup(config, "markov_rank") or 0
     confidence_width = shapes.get(CONFIDENCE, (1, 0))[1]
     type_names = (config.get("speculators_model_type"), _lookup(config, "projector_type"), config.get("architectures"))
@@ -172,7 +175,6 @@ def config_of(reading: BlockReading, shapes: Shapes, target: PreTrainedConfig) -
     shapes: of the written tensors. Raises `UserError` for a reading that the layout cannot express.
     """
     target_fields = {"mask_token_id": reading.mask_token, "target_layer_ids": [tap - 1 for tap in reading.taps]}
-    has_windows = any(reading.windows)
     config: dict[str, object] = {
         **layer_fields_of(reading, target),
         **target_fields,
@@ -188,7 +190,7 @@ def config_of(reading: BlockReading, shapes: Shapes, target: PreTrainedConfig) -
         "layer_types": ["full_attention" if window is None else _SLIDING for window in reading.windows],
         SECTION: {**target_fields, "causal": reading.causal},
     }
-    if has_windows:
+    if any(reading.windows):  # windows of two sizes are refused below
         config |= {"use_sliding_window": True, "sliding_window": max(filter(None, reading.windows))}
     if reading.markov_rank:
         config |= {"markov_rank": reading.markov_rank, "markov_head_type": "vanilla"}

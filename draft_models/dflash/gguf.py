@@ -13,7 +13,7 @@ from outrider.draft_models.heads.configs import layer_config, layer_fields_of
 from outrider.draft_models.heads.files import DRAFT_TOKENS
 from outrider.draft_models.targets.model_files import empty_model
 
-# The tensors that no Qwen3 has.
+# The tensors that no Qwen3 has: name in `DFlash` → name in the file. d2t: the target's id of each draft token.
 _DRAFTER_GGUF_NAMES = {
     "fc.weight": "fc.weight", "hidden_norm.weight": "enc.output_norm.weight", DRAFT_TOKENS: "d2t",
     "markov_head.markov_w1.weight": "markov_w1.weight", "markov_head.markov_w2.weight": "markov_w2.weight",
@@ -26,7 +26,7 @@ def write_gguf_drafter(
     target: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
     path: Path,
-    quant_type: str | None = None,
+    quant_type: str | None = None,  # of matrices: `block_kind` of `write_file`
 ) -> None:
     """Write `drafter`, for a target of config `target` and with its `tokenizer`, as `write_gguf` writes a model.
 
@@ -34,7 +34,7 @@ def write_gguf_drafter(
     taps (i: the input of layer i); d2t has target ids, not offsets; the mask is a token of the tokenizer; a Markov head
     makes it DSpark, whose rows predict the token after theirs. Raises `UserError` for what that cannot express.
     """
-    reading = drafter.reading
+    reading = drafter.reading  # how its tensors are meant; field_fits: whether llama.cpp means the same
     field_fits = {
         "causal": not reading.causal, "windows": not any(reading.windows), "neox": reading.neox,
         "embedding_scale": reading.embedding_scale == 1.0, "confidence": reading.confidence != "hidden",

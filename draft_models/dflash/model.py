@@ -1,8 +1,9 @@
 """A block drafter: decoder layers that draft a block of tokens in one pass (DFlash; DSpark, with a Markov head).
 
-The *context* is the target's feature at each verified position. A layer makes keys and values of features by its own
-matrices. The *block* is the text's last token, whose feature is not known yet, and masks. Its rows stand at the
-positions after the context, and see the context and, unless the layer is causal, each other. Example with a block of 4:
+The *context* is the target's feature at each verified position: `fc` of its hidden states at k layers (aux hidden
+states). A layer makes keys and values of features by its own matrices. The *block* is the text's last token, the root,
+whose feature is not known yet, and masks. Its rows stand at the positions after the context, and see the context and,
+unless the layer is causal, each other. Example with a block of 4:
 
     position    0   1   2   3      4      5      6
     context     a   b   c
@@ -13,7 +14,8 @@ positions after the context, and see the context and, unless the layer is causal
 DSpark's Markov head adds a bias to the logits of a row, by the token before the predicted one: a drafted token changes
 the distribution of the next. Its confidence head estimates whether the predicted token will be accepted.
 
-A training runs `store_context` for a text, then `run` on the blocks of many positions with masks of its own.
+A training runs `store_context` for a text, then `run` on the blocks of many positions with masks of its own. Shapes: B
+texts, Q rows, width H (of the target: H_t), D of an attention head; V tokens, of which V_d can be drafted.
 """
 
 from collections.abc import Sequence
@@ -41,7 +43,7 @@ class BlockAttention(HeadAttention):
         self.neox = reading.neox
 
     def store(self, x: Tensor, rotary: Rotary, cache: LayerCache) -> tuple[Tensor, Tensor]:
-        """Put keys and values of x [B, Q, H] into the cache; returns all that it holds, [B, key heads, K, D]."""
+        """Put keys and values of x [B, Q, H] into the cache; returns all its K entries, [B, key heads, K, D]."""
         key, value = self.split_heads(self.k_proj(x)), self.split_heads(self.v_proj(x))
         return cache.update(self.rotate(self.k_norm(key), rotary), value, self.layer_idx)
 
@@ -49,7 +51,7 @@ class BlockAttention(HeadAttention):
         """x [B, Q, H] → [B, Q, H]."""
         query = self.rotate(self.q_norm(self.split_heads(self.q_proj(x))), rotary)
         keys_values = self.store(x, rotary, cache)
-        if isinstance(cache, PackedBlocks):
+        if isinstance(cache, PackedBlocks):  # in training: each block sees a context of its own
             assert isinstance(mask, Band)
             return cast("Tensor", self.o_proj(cache.attend(self, query, keys_values, mask, self.layer_idx).flatten(2)))
         return self.attend(query, *keys_values, mask)
@@ -98,7 +100,7 @@ class ConfidenceHead(nn.Module):
         self.proj = nn.Linear(reading.hidden + reading.markov_rank * (reading.confidence == "markov"), 1)
 
     def forward(self, target_hidden: Tensor, evidence: Tensor, *_: Tensor) -> Tensor:
-        """Logits [n] for `DFlash.evidence` [n, d]."""
+        """Logits [n] for `DFlash.evidence` [n, d]. Other heads of stop rules read the other arguments."""
         return self.proj(evidence)[..., 0]
 
 
@@ -120,7 +122,7 @@ class DFlash(DraftHead):
             self.embed_tokens = nn.Embedding(reading.vocabulary, hidden_size) if reading.own_embedding else None
             self.markov_head = MarkovHead(reading) if reading.markov_rank else None
             self.confidence_head = ConfidenceHead(reading) if reading.confidence != "none" else None
-        self.shared_head: list[nn.Module] = []
+        self.shared_head: list[nn.Module] = []  # a list, so that the target's head does not become a submodule
 
     @property
     def unpacked_weight(self) -> Tensor:

@@ -11,7 +11,8 @@ class PackedBlocks:
     """Keys and values of a text's features and of the running blocks, in place of a KV cache.
 
     rows: of a block. What a layer stores first is the context, and what it stores then are blocks [B, Hk, N · rows, D]
-    of N anchors. A row of a block sees the context by the mask, and all rows of its block.
+    of N anchors a text, with H heads and Hk key heads of width D. A row of a block sees the context by the mask, and
+    all rows of its block.
     """
 
     def __init__(self, rows: int):

@@ -1,4 +1,8 @@
-"""The interpretation of a block drafter's tensors: everything in which writers of DFlash and DSpark files differ."""
+"""The interpretation of a block drafter's tensors: everything in which writers of DFlash and DSpark files differ.
+
+`HeadSizes` has what all draft heads have: widths, layers, vocabularies, taps (the target's layers that are read), and
+windows (for each layer the number of positions it sees; None: all).
+"""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -14,7 +18,7 @@ from outrider.draft_models.heads.sizes import HeadSizes, sizes_for
 class BlockReading(HeadSizes):
     """How the tensors of a block drafter are read. The same tensors may fit several readings.
 
-    Raises `UserError` naming a field with an impossible value.
+    Raises `UserError` naming a field with an impossible value. A confidence head estimates a token's acceptance.
     """
 
     block: Annotated[int, Ge(2)]  # rows of a pass: the text's last token, then masks
@@ -59,7 +63,7 @@ def new_reading(
     is_dspark = markov_rank > 0
     return BlockReading(
         **sizes_for(target, taps, layers, draft_vocabulary, intermediate),
-        head_norms=True,
+        head_norms=True,  # queries and keys are normed per head, as in Qwen3
         block=drafted if is_dspark else drafted + 1,
         mask_token=mask_token,
         sample_from_anchor=is_dspark,

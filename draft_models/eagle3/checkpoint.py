@@ -1,7 +1,9 @@
 """EAGLE-3 heads on disk: opened strictly, in any dialect. Missing and unexpected tensors are errors.
 
 A head with tensors filled in or dropped would draft badly without any error. A new one, for training, has random
-weights except for the logits' matrix.
+weights except for the logits' matrix. A dialect is the form of config.json and names that one trainer of heads has. A
+reading (`Reading`) is what the config says of the tensors; a user may correct it by `ReadingChanges`. Taps are the
+boundaries of the target's layers whose hidden states the head reads.
 """
 
 from pathlib import Path
@@ -52,7 +54,7 @@ def open_head(source: str, target: PreTrainedConfig, changes: ReadingChanges = A
     try:
         declared = dialects.read_config(stored.config, stored.shapes, target.num_hidden_layers, source)
     except UserError:
-        if changes.taps is None:
+        if changes.taps is None:  # else its own taps may be what cannot be read
             raise
         declared = dialects.read_config(stored.config, stored.shapes, target.num_hidden_layers, source, changes.taps)
     reading = apply_changes(declared, changes, target)
@@ -96,11 +98,9 @@ def save_head(
     *,
     made_here: bool = True,
 ) -> None:
-    """Write `head` to directory `folder` in `dialect`, for reloading: config.json and model.safetensors.
-
-    target, target_name: config and name of its target. draft_length: suggested tokens of a round. made_here:
-    False for another trainer's head, whose reading may be wrong. Raises `UserError` naming fields that `dialect` lacks.
-    """
+    """Write `head` to directory `folder` in `dialect`, for reloading: config.json and model.safetensors. target,
+    target_name: config and name of its target. draft_length: suggested tokens of a draft. made_here: False for another
+    trainer's head, whose reading may be wrong. Raises `UserError` naming fields that `dialect` lacks."""
     dialects.require_expressible(head.reading, head_shapes(head.reading), dialect, target)
     written_tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
     draft_ids = written_tensors.pop(files.DRAFT_TOKENS, None)
@@ -127,7 +127,7 @@ def write_gguf_head(
     target: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
     gguf_path: Path,
-    quant_type: str | None = None,
+    quant_type: str | None = None,  # of matrices: `block_kind` of `write_file`
 ) -> None:
     """Write `head`, for a target of config `target` and with its `tokenizer`, as `write_gguf` writes a model.
 
@@ -138,11 +138,9 @@ def write_gguf_head(
     reading = head.reading
     dialects.require_expressible(reading, head_shapes(reading), "gguf", target)
     config = layer_config(dialects.config_in_dialect(reading, "gguf", target, target_name="", drafted=1), layers=1)
-    head_fields: dict[str, MetadataValue] = {
-        "target_layers": [*reading.taps],
-        "target_hidden_size": reading.target_hidden,
-    }
-    head_fields |= {"norm_before_residual": reading.norm_before_residual, "norm_before_fc": reading.joint_norm}
+    head_fields: dict[str, MetadataValue] = {"target_layers": [*reading.taps]}
+    head_fields |= {"target_hidden_size": reading.target_hidden, "norm_before_residual": reading.norm_before_residual}
+    head_fields["norm_before_fc"] = reading.joint_norm
     metadata = {key.replace("llama.", "eagle3."): value for key, value in require_gguf(config, tokenizer).items()}
     metadata |= {"general.architecture": "eagle3", **{f"eagle3.{key}": value for key, value in head_fields.items()}}
     ggml_names = tensor_names(empty_model(config), "llama").items()
@@ -152,7 +150,8 @@ def write_gguf_head(
 
 
 def describe_use(dialect: ExportDialect) -> str:
-    """Instructions for a head in `dialect`, here and in servers that read it, with {path} and {target} to fill in."""
+    """Instructions for a head in `dialect`, here and in servers that read it (4: drafted tokens), with {path} and
+    {target} to fill in, in forms of card.py: {path:option} is an option's value."""
     summary = "An EAGLE-3 head: it drafts from hidden states of the target, and belongs to that target alone."
     if dialect == "gguf":
         return f"{summary}\n\n{describe_serving(4, 'llama_cpp', head=EAGLE3)}"

@@ -7,8 +7,9 @@ speculators  vllm-project/speculators: `layers.0.`, the layer's config nested, a
 modelopt     NVIDIA/Model-Optimizer, read only: `layers.0.`, flat, `eagle_config` with layer outputs and switches
 gguf         llama.cpp, written only: ggml's names, and the config as metadata
 
-The output of layer i is boundary i + 1. Facts that the tensors show, such as the number of layers, are taken from the
-tensors: some configs are copied from the target's and have the target's number (EAGLE3-Vicuna-13B).
+The head reads aux hidden states of the target at `taps`, boundaries of its layers: 0 is the embedding, i + 1 the output
+of layer i. A reading (`Reading`) is what a config says of the tensors. Facts that the tensors show, such as the number
+of layers, are taken from the tensors: some configs have the target's number, as EAGLE3-Vicuna-13B's.
 
 To read a head: `dialect_of` and `read_config`. To write one: `require_expressible`, then `config_in_dialect`.
 """
@@ -26,7 +27,7 @@ from outrider.draft_models.heads.configs import LAYER_FIELDS, layer_config, laye
 from outrider.draft_models.heads.sizes import Shapes, default_aux_layers
 from outrider.draft_models.targets.settings import Dialect, ExportDialect
 
-MIDLAYER, FIRST_LAYER, BASE = "midlayer.", "layers.0.", "model."
+MIDLAYER, FIRST_LAYER, BASE = "midlayer.", "layers.0.", "model."  # prefixes of tensors' names
 AUX_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
 # Switches of which this toolkit supports only the given value, and the meaning of other values.
 _FIXED_SWITCHES = {
@@ -35,7 +36,8 @@ _FIXED_SWITCHES = {
     "next_layer_regular": (True, "later layers that are given the embedding too"),
     "parallel_draft_step": (1, "several tokens drafted at once"),
 }
-# The switches by fields of `Reading`: the name in config.json, and its default or a tensor; with it, true.
+# By fields of `Reading`: the switch's name in config.json, and its value without an entry there: a default, or the name
+# of a tensor, with which the switch is true.
 _SWITCHES: dict[str, tuple[str, bool | str]] = {
     "tap_norms": ("fc_norm", "fc_norm.0.weight"),
     "joint_norm": ("norm_before_fc", "input_norm.weight"),
@@ -122,6 +124,7 @@ def _read_declared(config: Mapping[str, Any], shapes: Shapes, taps: tuple[int, .
         name: _read_switch(config, config_key, default in shapes if isinstance(default, str) else default)
         for name, (config_key, default) in _SWITCHES.items()
     }
+    # Sizes of the layer, by their names here; key: transformers' name.
     size_fields: dict[str, Any] = {name: getattr(layer, key, False) for key, name in LAYER_FIELDS.items()}
     return Reading(
         **size_fields,
@@ -143,12 +146,9 @@ def _read_switch(config: Mapping[str, Any], name: str, default: object) -> Any:
     Raises `UserError` if two values differ.
     """
     config_keys = (name, _FORMER_SWITCH.get(name, name))
-    switch_values = [
-        section[key]
-        for section in (config, section_of(config, "eagle_config"))
-        for key in config_keys
-        if section.get(key) is not None
-    ]
+    sections = (config, section_of(config, "eagle_config"))
+    values = [section.get(key) for section, key in product(sections, config_keys)]
+    switch_values = [value for value in values if value is not None]
     conflict = next((value for value in switch_values if value != switch_values[0]), None)
     if conflict is not None:
         raise UserError(f"{name}={switch_values[0]!r} at the top, {conflict!r} in eagle_config: expected one of them")
@@ -170,6 +170,7 @@ def _read_aux_layers(config: Mapping[str, Any], target_layer_count: int) -> tupl
             continue
         if not (isinstance(layer_ids, list) and all(type(layer) is int for layer in layer_ids)):
             raise UserError(f"{name}={layer_ids!r}: expected a list of layers")
+        # Whether the entry has outputs of layers: the output of layer i is boundary i + 1.
         has_outputs = key == "target_layer_ids" or name == f"eagle_config.{AUX_LAYERS_KEY}"
         boundaries[f"{name}={layer_ids!r}"] = tuple(layer + has_outputs for layer in layer_ids)
     if len(set(boundaries.values())) > 1:
@@ -200,9 +201,8 @@ def require_expressible(reading: Reading, shapes: Shapes, dialect: ExportDialect
     lost_fields += [name for name, value in fields.items() if reread_fields[name] != value and name not in lost_fields]
     if lost_fields:
         listing = ", ".join(f"{name}={fields[name]!r}" for name in lost_fields)
-        raise UserError(
-            f"dialect={dialect}: has no word for {listing}, so its readers would run another head; take another dialect"
-        )
+        why = "so its readers would run another head; take another dialect"
+        raise UserError(f"dialect={dialect}: has no word for {listing}, {why}")
 
 
 def config_in_dialect(

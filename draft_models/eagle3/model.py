@@ -1,6 +1,8 @@
 """An EAGLE-3 head (arXiv 2503.01840): a decoder layer on aux hidden states of the target and the next token.
 
-Index t takes the target's feature at position t and token t + 1, and predicts token t + 2.
+Index t takes the target's feature at position t and token t + 1, and predicts token t + 2. A feature is `fc` of aux
+hidden states, the target's at k layers (`taps`). Shapes: B texts, Q or N positions, T tokens a text, width H (of the
+target: H_t), Hk key heads of width D; V tokens, of which V_d can be drafted.
 
 `Eagle3` is the head. A draft calls `features`, `run` and `logits` in this order, and calls `run` again with its own
 output as the features of the next token.
@@ -151,8 +153,8 @@ class Eagle3(DraftHead):
     """The head: `features` of the aux hidden states, `run` on features and tokens, `logits` of the output of `run`.
 
     The output of `run` is also the next step's feature, since the target has not computed the true feature. A cache
-    must keep the entries of true features only: entries of drafted tokens are dropped at the end of a round, and
-    accepted tokens run again, all in one pass.
+    must keep the entries of true features only: entries of drafted tokens are dropped at the end of a round (a draft
+    and its check), and accepted tokens run again, all in one pass.
     """
 
     reading: Reading
@@ -187,17 +189,14 @@ class Eagle3(DraftHead):
     def unpacked_weight(self) -> Tensor:
         return self.layers[0].get_parameter("hidden_norm.weight")
 
-    def use_head(self, weight: Tensor) -> None:
-        """Use a copy of the required rows of the target's head [V, H] (only if the reading says so)."""
-        rows = weight if self.draft_tokens is None else weight[self.draft_tokens]
-        self.lm_head.weight = nn.Parameter(rows.detach().to(self.dtype).clone(), requires_grad=False)
-
     def use_target(self, stack: "LayerStack") -> None:
-        """Share what the head lacks with its target: the embedding, and the head's rows."""
+        """Take what the head lacks from its target: the embedding, and a copy of rows of the output head."""
         if not self.reading.own_embedding:
             self.use_embedding_of(stack)
         if not self.reading.own_head:
-            self.use_head(stack.head.weight)
+            weight = stack.head.weight  # [V, H]
+            rows = weight if self.draft_tokens is None else weight[self.draft_tokens]
+            self.lm_head.weight = nn.Parameter(rows.detach().to(self.dtype).clone(), requires_grad=False)
 
     def features(self, aux: Tensor) -> Tensor:
         """aux [B, Q, k · H_t], the target's aux hidden states at `reading.taps`, concatenated → features [B, Q, H]."""

@@ -1,6 +1,7 @@
 """The interpretation of an EAGLE-3 head's tensors: everything in which trainers of such heads differ.
 
-`new_reading` is the reading of a head to be trained, with the target's sizes.
+`new_reading` is the reading of a head to be trained, with the target's sizes. `HeadSizes` has what all draft heads
+have: widths, layers, vocabularies, and taps, the target's layers whose hidden states (aux hidden states) are read.
 """
 
 from dataclasses import dataclass
@@ -27,7 +28,8 @@ class Reading(HeadSizes):
     final_norm: bool = True  # there is a norm before the head ("use_last_layernorm")
     norm_output: bool = False  # the next step gets the output of that norm (EAGLE-3.1)
 
-    def check_fields(self) -> None:
+    def check_fields(self) -> None:  # after that of `HeadSizes` (see `Settings`)
+        # The third argument is the field's value.
         require(not (self.tap_norms and self.joint_norm), "tap_norms", True, "false where joint_norm is true")
         require(self.final_norm or not self.norm_output, "norm_output", True, "false where final_norm is false")
 
@@ -45,5 +47,5 @@ def new_reading(
     version: 3, or 3.1, which norms aux hidden states and outputs of steps. Raises `UserError` for impossible values.
     """
     is_version_3_1 = str(version) == "3.1"
-    sizes = sizes_for(target, taps, 1, draft_vocabulary, intermediate)
+    sizes = sizes_for(target, taps, layers=1, draft_vocabulary=draft_vocabulary, intermediate=intermediate)
     return Reading(**sizes, tap_norms=is_version_3_1, norm_output=is_version_3_1)

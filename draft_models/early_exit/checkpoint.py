@@ -1,7 +1,8 @@
 """The checkpoint of an early-exit drafter: weights, metadata, and the fingerprint of its target.
 
 A directory with `drafter.safetensors` and `drafter.json`. The JSON is written last and names the weights'
-digest, so a directory that loads is complete. For serving engines the drafter becomes an ordinary causal LM.
+digest, so a directory that loads is complete. For serving engines the drafter becomes an ordinary causal LM. A
+fingerprint has a model's name, the fields of config.json that decide its logits, and digests of samples of its tensors.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from outrider.draft_models.targets.open_target import OpenTarget
 
 WEIGHTS_FILE, META_FILE = "drafter.safetensors", "drafter.json"
-FORMAT = 2
+FORMAT = 2  # of drafter.json; other formats are refused
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class DrafterMeta:
     """drafter.json: the kind of drafter, its shape, its target and how it was made."""
 
     kind: str
-    exit_layer: Count
+    exit_layer: Count  # the number of the target's first layers that it runs on
     own_head: bool
     dtype: FloatDtype
     fingerprint: Fingerprint
@@ -168,11 +169,9 @@ def from_pretrained(
         for name, tensor in drafter.state_dict().items()
     }
     in_file = {name: (str(tensor.dtype), *tensor.shape) for name, tensor in weights.items()}
-    if differing := sorted(name for name in {*model_specs, *in_file} if model_specs.get(name) != in_file.get(name)):
-        raise UserError(
-            f"checkpoint={path}: tensors do not fit the target, first {differing[0]!r}: "
-            f"stored {in_file.get(differing[0])}, expected {model_specs.get(differing[0])}"
-        )
+    if misfits := sorted(name for name in {*model_specs, *in_file} if model_specs.get(name) != in_file.get(name)):
+        fault = f"stored {in_file.get(misfits[0])}, expected {model_specs.get(misfits[0])}"
+        raise UserError(f"checkpoint={path}: tensors do not fit the target, first {misfits[0]!r}: {fault}")
     drafter.load_state_dict({name: move_tensor(tensor, device, dtype) for name, tensor in weights.items()}, assign=True)
     return drafter.requires_grad_(False).eval()
 
@@ -203,14 +202,13 @@ def require_target(meta: DrafterMeta, fingerprint: Fingerprint, folder: Path | s
     differences = meta.fingerprint.differences(fingerprint)
     if not differences:
         files = open_tensors(fingerprint.target, fingerprint.revision)
+        # part_of: the part of the model (embedding, a layer, norm, …) that a tensor belongs to
         tensor_names = [name for name in files.file_of if part_of(name) in meta.trained_on]
         differences = changed_parts(meta.trained_on, files.digests(tensor_names, full=True))
     if differences:
-        raise UserError(
-            f"{folder} was trained for another target ({meta.fingerprint.target}) than {fingerprint.target}: "
-            + "; ".join(differences)
-            + ". Give the target it was trained for, or train a drafter for this one."
-        )
+        fault = f"was trained for another target ({meta.fingerprint.target}) than {fingerprint.target}"
+        remedy = "Give the target it was trained for, or train a drafter for this one."
+        raise UserError(f"{folder} {fault}: {'; '.join(differences)}. {remedy}")
     if unchecked_parts := sorted(fingerprint.tensors.keys() - meta.fingerprint.tensors.keys()):
         warning = f"checkpoint={folder}: made with no record of the weights in {list_words(unchecked_parts)}"
         warn(f"{warning}; not checked against {fingerprint.target}")
@@ -242,7 +240,7 @@ def as_causal_lm(drafter: EarlyExit, target: "OpenTarget", dtype: torch.dtype) -
         what = f"an early exit that drafts {drafter.parallel} tokens in one pass"
         raise UserError(f"{what}: no engine runs it, as no token stands for its masks; it runs here alone")
     drafter_layers = () if isinstance(drafter.layer, NoLayer) else drafter.layers
-    last_index = target.config.num_hidden_layers - 1
+    last_index = target.config.num_hidden_layers - 1  # copies of this layer get the exit's weights below
     model = target.layers([*range(drafter.exit_layer), *(last_index for _ in drafter_layers)], dtype=dtype)
     for layer, trained_layer in zip(decoder_layers(model)[drafter.exit_layer :], drafter_layers, strict=True):
         layer.load_state_dict(trained_layer.state_dict(), assign=True)  # the old weights may be the next layer's too
@@ -262,7 +260,7 @@ def _require_ordinary(model: PreTrainedModel, architecture: str) -> None:
     """Raise `UserError` unless a model made from its config and weights alone computes the same."""
     rebuilt_model = empty_model(model.config)
     rebuilt_model.load_state_dict(model.state_dict(), assign=True)
-    tokens = torch.arange(min(SHORT, model.config.vocab_size))[None]
+    tokens = torch.arange(min(SHORT, model.config.vocab_size))[None]  # a text that exceeds no window
     with stock_attention(model, "eager"), stock_attention(rebuilt_model.eval(), "eager"):
         if not torch.equal(model(tokens).logits, rebuilt_model(tokens).logits):
             raise UserError(
@@ -272,7 +270,8 @@ def _require_ordinary(model: PreTrainedModel, architecture: str) -> None:
 
 
 def _set_head(model: PreTrainedModel, drafter_head: nn.Linear, draft_tokens: torch.Tensor | None) -> None:
-    """Give `model` the `drafter_head`, which may have rows for `draft_tokens` only. It is not tied to the embedding."""
+    """Give `model` the `drafter_head`, not tied to the embedding. If it has rows for `draft_tokens` only, other tokens
+    get the mean row, whose logit is never the largest."""
     head = model.get_output_embeddings()
     assert isinstance(head, nn.Linear)
     for name, parameter in drafter_head.named_parameters():

@@ -1,4 +1,7 @@
-"""EESD's early-exit drafter: a transformer layer (or several), norm and head on the target's first N layers."""
+"""EESD's early-exit drafter: a transformer layer (or several), norm and head on the target's first N layers.
+
+EESD is arXiv 2406.03853. Shapes: B texts, Q positions, d the hidden size; V tokens, of which K can be drafted.
+"""
 
 import copy
 
@@ -65,6 +68,7 @@ class EarlyExit(nn.Module):
         self.norm = copy.deepcopy(final_norm(model))
         self.head = _head_rows(head, draft_tokens) if own_head else None
         self.exit_layer, self.vocabulary = exit_layer, model.config.vocab_size
+        # How the family's model calls its last layer, and how it scales and caps the logits of its head.
         self.call, self.rule = family_spec.calls[-1], family_spec.logits
         self.window = model.config.sliding_window if self.call.slides else None
         self.register_buffer("draft_tokens", draft_tokens)
@@ -120,7 +124,7 @@ def _head_rows(head: nn.Linear, draft_tokens: Tensor | None) -> nn.Linear:
     if draft_tokens is None:
         return copy.deepcopy(head)
     cut_head = nn.Linear(head.weight.shape[1], len(draft_tokens), bias=head.bias is not None, device="meta")
-    for name, parameter in (("weight", head.weight), ("bias", head.bias)):  # of a packed head, which has no parameters
+    for name, parameter in (("weight", head.weight), ("bias", head.bias)):  # a packed head has no parameters to list
         if parameter is not None:
             setattr(cut_head, name, nn.Parameter(parameter.detach()[draft_tokens], requires_grad=False))
     return cut_head

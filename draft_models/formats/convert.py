@@ -1,9 +1,9 @@
 """The entry point for formats: models that are not plain safetensors, read where they are, or saved as safetensors.
 
-Config and tokenizer of such a model are written once, as files that transformers reads, to a cache: a directory for
-each state of its files. A model that is saved is an ordinary Hugging Face directory: safetensors, config and tokenizer.
-Its weights are written one file at a time, so that at most one is in memory, and config.json is written last: a
-directory without it does not load.
+Config and tokenizer of such a model, its description, are written once, as files that transformers reads, to a cache: a
+directory for each state of its files. A model that is saved is an ordinary Hugging Face directory: safetensors, config
+and tokenizer. Its weights are written one file at a time, so that at most one is in memory, and config.json is written
+last: a directory without it does not load.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ INDEX_FILE = "model.safetensors.index.json"
 CACHE_VARIABLE = "OUTRIDER_CACHE"  # environment variable: the location of the cache
 RECORD_FILE = "described.json"
 _PARTS = ".parts"  # everything except the weights, until these are complete
-_FORM = 3  # version of what is written; part of the key
+_FORM = 3  # version of what is written; part of digests that name a description or a conversion
 _REMEDY = f"free space, or say by {CACHE_VARIABLE} where there is more"
 
 
@@ -60,10 +60,8 @@ def description_location(source: str, revision: str | None = None) -> tuple[str,
 
 
 def find_original(source: str, revision: str | None = None, *, weights: bool = True) -> Original | None:
-    """The model in `source` if it is not plain safetensors; None for these, and if there is no model.
-
-    source: a GGUF file, a directory or a Hub name. weights: whether its weights are fetched, too. Raises `UserError`.
-    """
+    """The model in `source` if it is not plain safetensors; None for these, and if there is no model. source: a GGUF
+    file, a directory or a Hub name. weights: whether its weights are fetched, too. Raises `UserError`."""
     if (path := find_gguf(source)) is not None:
         stat = path.stat()
         return _open_unchanged(source, path, stat.st_size, stat.st_mtime_ns)
@@ -147,9 +145,8 @@ def _is_on_hub(source: str, revision: str | None, file_name: str) -> bool:
 
 def _format_to_convert(exists: Callable[[str], bool], locate: Callable[[str], Path]) -> WeightFormat | None:
     """The format of weights that are read here; None for ordinary safetensors, and if there are no weights."""
-    weight_format = next(
-        (candidate for candidate in (SAFETENSORS, PICKLES) if exists(candidate.index) or exists(candidate.single)), None
-    )
+    formats = (candidate for candidate in (SAFETENSORS, PICKLES) if exists(candidate.index) or exists(candidate.single))
+    weight_format = next(formats, None)
     return weight_format if weight_format is PICKLES or is_quantised(locate(CONFIG_FILE), locate(QUANT_FILE)) else None
 
 
@@ -192,9 +189,10 @@ def stamp_of(files: Mapping[str, Path]) -> str:
 def _is_complete(folder: Path) -> bool:
     """Whether a description is there, and its files have as many bytes as were written. Raises `UserError`."""
     record_path = folder / RECORD_FILE
-    return record_path.exists() and read_mapping(record_path, "record of a description", "remove it").get(
-        "bytes"
-    ) == _description_bytes(folder)
+    if not record_path.exists():
+        return False
+    record = read_mapping(record_path, "record of a description", "remove it")
+    return record.get("bytes") == _description_bytes(folder)
 
 
 def _description_bytes(folder: Path) -> int:

@@ -1,9 +1,9 @@
 """A Hugging Face directory of tensors that are quantised or pickled: its weights are dequantised when they are read.
 
-Three kinds of quantised weights are read: fp8 with a scale for each block, ModelOpt's fp8 with a scale for each weight,
-and packed integers. transformers is not used for them. On a CPU its version 5 makes other weights of both kinds of fp8:
-it ignores ModelOpt's scales, and in a weight whose last blocks are partial, numbers are off by up to 21 % of the
-largest.
+A `Stored` is a tensor in a file, of which type and shape are known; its `read` loads it. Three kinds of quantised
+weights are read: fp8 with a scale for each block, ModelOpt's fp8 with a scale for each tensor, and packed integers.
+transformers is not used for them: on a CPU its version 5 ignores ModelOpt's scales, and in an fp8 weight whose last
+blocks are partial its numbers are off by up to 21 % of the largest.
 """
 
 import os
@@ -37,15 +37,14 @@ if TYPE_CHECKING:
 
 # Suffixes to the name of an fp8 weight: the factors of its blocks; the factor of the whole tensor, as ModelOpt has it.
 _BLOCK_SCALES, _TENSOR_SCALE = "_scale_inv", "_scale"
-# ModelOpt's factors of activations, which are not quantised here.
-_ACTIVATION_SCALES = (".input_scale", ".k_scale", ".v_scale")
+_ACTIVATION_SCALES = (".input_scale", ".k_scale", ".v_scale")  # ModelOpt's; activations are not quantised here
 
 
 @dataclass(frozen=True)
 class FolderModel:
-    """The model in `folder`, whose weights are files of `weight_format`; `source` is its name, a path or Hub name.
+    """The model in `folder`, whose weights are safetensors files or pickles (`weight_format`).
 
-    All members raise `UserError` if it is damaged or not supported.
+    source: its name, a path or Hub name. All members raise `UserError` if the model is damaged or not supported.
     """
 
     source: str
@@ -90,7 +89,7 @@ class FolderModel:
             part = self.weight_format.open_part(  # raises unless all `names` and none of `elsewhere` are in the file
                 self.source, file, str(path) if path.exists() else None, names, elsewhere
             )
-            tensors |= {name: part[name] for name in names or part if name in part}  # an index may list a tied head too
+            tensors |= {name: part[name] for name in names or part if name in part}  # a pickle lacks a tied head
         return tensors
 
     def _join_packed(self, tensors: Mapping[str, Stored], packing: Packing) -> dict[str, Stored]:
@@ -128,14 +127,14 @@ class FolderModel:
             write_json(folder / CONFIG_FILE, config)
 
     def prove_decoding(self) -> None:
-        """Nothing to compare, unlike `GgufModel`'s: `apply_scales` is the definition of fp8 with scales."""
+        """Check how weights are decoded: nothing to do, since `apply_scales` is the definition of fp8 with scales."""
 
     def _descriptions(self) -> list[Path]:
         files = [path for path in self.folder.iterdir() if path.is_file()]
         return sorted(path for path in files if any(fnmatch(path.name, pattern) for pattern in DESCRIPTIONS))
 
     def _by_file(self) -> dict[str, list[str]]:
-        """The names of the tensors in each file, by the index. A single file wins over an index, and gets no names."""
+        """The tensors' names in each file, by the index. A single file wins over an index; its list is empty: all."""
         index_path = self.folder / self.weight_format.index
         if (self.folder / self.weight_format.single).exists() or not index_path.exists():
             return {self.weight_format.single: []}
@@ -176,18 +175,18 @@ def require_weights(name: str, tensors: Mapping[str, Stored], config: Path | str
 
 def _is_code(name: str, stored: Stored) -> bool:
     if stored.dtype.is_floating_point:
-        return stored.dtype.itemsize == 1
+        return stored.dtype.itemsize == 1  # a float of 8 bits
     is_bias = name.endswith("bias") and len(stored.shape) == 1  # GPT-2's masks, of 4 dimensions, are called "bias" too
-    return name.endswith(("weight", "_proj")) or is_bias
+    return name.endswith(("weight", "_proj")) or is_bias  # matrices of experts are called "…_proj"
 
 
 def _transformers_dequantises(config_path: Path | str | None) -> bool:
-    """Whether a config.json describes a quantisation that transformers knows; with others it passes over the scales."""
+    """Whether a config.json describes a quantisation that transformers knows: it ignores the scales of others."""
     from transformers.quantizers.auto import AutoHfQuantizer
 
     try:
         return config_path is not None and AutoHfQuantizer.supports_quant_method(quantisation_of(Path(config_path)))
-    except (ValueError, TypeError):  # it names no method, or what is no name
+    except (ValueError, TypeError):  # no name of a method is there, or a name that is no string
         return False
 
 
@@ -197,7 +196,7 @@ def is_quantised(config_path: Path, quant_path: Path) -> bool:
 
 
 def fp8_scales(config_path: Path, quant_path: Path) -> str | None:
-    """The suffix of the scales of a model with fp8 weights; None if it is no such. Raises `UserError`."""
+    """The suffix of the names of scales in a model with fp8 weights; None for other models. Raises `UserError`."""
     quant_config = quantisation_of(config_path, quant_path)
     if quant_config.get("quant_method") == "fp8" and quant_config.get("weight_block_size"):
         return _BLOCK_SCALES
@@ -221,9 +220,10 @@ def quantisation_of(config_path: Path, quant_file: Path = Path()) -> Mapping[str
 
 
 def apply_scales(stored: Stored, stored_scales: Stored, block_dims: tuple[int, int] | None, label: str) -> Tensor:
-    """The stored weight [n, m] times the scale of each of its blocks, in float32; block None: times its one scale.
+    """The stored weight [n, m] times the scale of each of its blocks, in float32.
 
-    scales: [⌈n / block rows⌉, ⌈m / block columns⌉]; the last blocks may be partial. Raises `UserError` naming `label`.
+    block_dims: rows and columns of a block; None: the tensor has one scale. stored_scales: [⌈n / rows⌉, ⌈m / columns⌉];
+    the last blocks may be partial. Raises `UserError` naming `label`.
     """
     weight, scales = stored.read(), stored_scales.read()
     if not weight.is_floating_point() or weight.itemsize > 1:

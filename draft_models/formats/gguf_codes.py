@@ -1,13 +1,11 @@
 # mypy: allow-untyped-defs
 """Quantised weights as ggml and packed integers store them: their kinds, and their decoding.
 
-A stored row is a sequence of blocks. A block of `groups` · `group_size` weights begins with its float16 factors, and
-then has the groups' scales (if there are several) and the codes, in an order that `unpack` knows. Example: a block of
-Q4_0 has 32 weights in 18 bytes, a float16 factor d and 16 bytes. Byte i has the code of weight i in its lower 4 bits
-and the code of weight 16 + i in its upper 4 bits. A code c is the weight d · (c − 8).
-
-`decode_rows` decodes whole rows by `unpack`. `engines.cpu.code_panels` uses `unpack` too, for another layout.
-ggml's blocks are those of ggml-common.h and dequantize_row_… in ggml-quants.c.
+A code is the small integer that stands for a weight. A stored row is a sequence of blocks. A block of `block_groups` ·
+`group_size` weights has float16 factors, the groups' scales (if there are several groups), and the codes. `unpack`
+knows their order. Example: a block of Q4_0 has 32 weights in 18 bytes, a float16 factor d and 16 bytes. Byte i has the
+code of weight i in its lower 4 bits and the code of weight 16 + i in its upper 4 bits. A code c is the weight
+d · (c − 8). ggml's blocks are those of ggml-common.h and dequantize_row_… in ggml-quants.c.
 """
 
 import mmap
@@ -26,16 +24,15 @@ from torch import Tensor
 from outrider.base.compiled import compile_function
 
 LONGEST, MOST_GROUPS = 256, 16  # inputs and groups of the largest block
-CODES_OF_A_THREAD = 2**16  # codes for which another thread does not pay
+CODES_OF_A_THREAD = 2**16  # for fewer codes another thread does not pay
 
 
 class CodeKind(NamedTuple):
     """How blocks of a kind of quantised weights are stored.
 
     A weight is scale · (code − code_offset) − minimum. Scale and minimum belong to its group. A block of one group
-    has them as float16 factors. A block of several groups has one factor for all scales and one for all minima. A
-    group's scale is then an integer of 6 or 8 bits times the first factor, and the group's minimum an integer times the
-    second.
+    has them as float16 factors. In a block of several groups a group's scale is an integer of 6 or 8 bits times the
+    block's first factor, and the group's minimum is an integer times the block's second factor.
     """
 
     bits: int  # of a code
@@ -67,8 +64,7 @@ CODE_KINDS = {  # bits, group_size, block_groups, has_minimum, code_offset, bloc
 KIND_NUMBERS = {name: number for number, name in enumerate(CODE_KINDS)}  # compiled code takes numbers for names
 _Q4_0, _Q5_0, _Q8_0, _Q4_K, _Q5_K, _Q6_K, _INT4, _INT4_BY_128, _INT8 = range(len(CODE_KINDS))
 
-
-# Counting references to slices would take most of the time.
+# Counting references to slices, as numba does by default, would take most of the time.
 compile_uncounted = partial(compile_function, counts_references=False)
 
 
@@ -81,12 +77,13 @@ def _scale_and_minimum(packed, group):
     return (low_bits & 15) | (high_bits << 4), (low_bits >> 4) | ((packed[group] >> 6) << 4)
 
 
-_FOUR, _TWO, _ONE = (np.uint64(byte_mask * 0x0101010101010101) for byte_mask in (15, 3, 1))  # of each of eight bytes
+# Masks of the lowest 4, 2 and 1 bits of each byte of a number of eight bytes.
+_FOUR, _TWO, _ONE = (np.uint64(byte_mask * 0x0101010101010101) for byte_mask in (15, 3, 1))
 
 
 @compile_uncounted
 def _split_nibbles(packed, codes):
-    """The lower 4 bits of `packed`, eight bytes a number, then the upper ones."""
+    """Write the lower 4 bits of each byte of `packed` to `codes`, then the upper 4 bits; both have 8 bytes a number."""
     word_count = len(packed)
     for index in range(word_count):
         codes[index], codes[word_count + index] = packed[index] & _FOUR, (packed[index] >> np.uint64(4)) & _FOUR
@@ -125,7 +122,7 @@ def unpack(kind_number, block, codes, scales, minima):
 
 
 @compile_uncounted
-def _unpack_q6_k(block, eights, scales):
+def _unpack_q6_k(block, code_words, scales):
     """Codes and scales of a block of Q6_K: 128 bytes of lower 4 bits, 64 bytes of upper 2 bits, 16 signed scales."""
     low_words, high_words = block[:128].view(np.uint64), block[128:192].view(np.uint64)
     for half in range(2):
@@ -134,24 +131,25 @@ def _unpack_q6_k(block, eights, scales):
             for index in range(4):
                 upper_bits = (high_words[4 * half + index] >> high_shift) & _TWO
                 lower_bits = (low_words[8 * half + 4 * (quarter % 2) + index] >> low_shift) & _FOUR
-                eights[16 * half + 4 * quarter + index] = lower_bits | (upper_bits << np.uint64(4))
+                code_words[16 * half + 4 * quarter + index] = lower_bits | (upper_bits << np.uint64(4))
     for group in range(16):
         scales[group] = block[192 + group]
 
 
 @compile_uncounted
-def _unpack_q4_k_or_q5_k(kind_number, block, eights, scales, minima):
+def _unpack_q4_k_or_q5_k(kind_number, block, code_words, scales, minima):
     """Codes, scales and minima of a block of Q4_K or Q5_K. Q5_K also has 32 bytes of fifth bits, one bit a group."""
     code_at = 16 if kind_number == _Q4_K else 48
     for group in range(8):
         if group % 2 == 0:
-            _split_nibbles(block[code_at + 16 * group : code_at + 16 * group + 32].view(np.uint64), eights[4 * group :])
+            begin = code_at + 16 * group  # of the codes of two groups
+            _split_nibbles(block[begin : begin + 32].view(np.uint64), code_words[4 * group :])
         scales[group], minima[group] = _scale_and_minimum(block[4:16], group)
     if kind_number == _Q5_K:
         fifth_bits = block[16:48].view(np.uint64)
         for group in range(8):
             for index in range(4):
-                eights[4 * group + index] |= ((fifth_bits[index] >> np.uint64(group)) & _ONE) << np.uint64(4)
+                code_words[4 * group + index] |= ((fifth_bits[index] >> np.uint64(group)) & _ONE) << np.uint64(4)
 
 
 @compile_function
@@ -161,7 +159,7 @@ def _float16(low, high):
     sign, exponent, mantissa = (bits & 0x8000) << 16, (bits >> 10) & 31, bits & 1023
     value = np.float32(mantissa) * np.float32(2.0**-24)
     if exponent > 0:
-        exponent32 = np.uint32(255 if exponent == 31 else exponent + 112)  # 31: infinite, or no number; 112 = 127 − 15
+        exponent32 = np.uint32(255 if exponent == 31 else exponent + 112)  # 31: infinity or NaN; 112 = 127 − 15
         value = np.uint32(exponent32 << 23 | mantissa << 13).view(np.float32)
     return -value if sign else value
 
@@ -191,18 +189,18 @@ def _decode_rows(kind_number, code_kind, blocks, out):
 
 
 class CodedRows:
-    """Rows of a weight as they are stored, `raw` uint8 [rows, bytes], in blocks of the kind with this name.
+    """Rows of a weight as they are stored, `raw` uint8 [rows, bytes], in blocks of the kind `CODE_KINDS[kind_name]`.
 
-    packed: the same rows in the layout of an engine, which every layer that has these rows shares.
+    packed: the same rows in the layout of an engine, which sets it; every layer that has these rows shares it.
     """
 
     def __init__(self, kind_name: str, raw: NDArray[np.uint8]):
         self.kind_name, self.raw = kind_name, torch.from_numpy(raw)
         self.packed: Tensor | None = None
-        self._mapping = getattr(raw, "_mmap", None)  # of a file, if these are its bytes and no copy
+        self._mapping = getattr(raw, "_mmap", None)  # numpy's mapping of the file; None: `raw` is a copy in memory
 
     def release_pages(self) -> None:
-        """Free the memory of the file's pages, where the system can: they are read again when they are used."""
+        """Free the memory of the file's pages, where the system can; a later use reads them again."""
         if self._mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
             self._mapping.madvise(mmap.MADV_DONTNEED)
 
@@ -210,14 +208,15 @@ class CodedRows:
         return len(self.raw)
 
     def __deepcopy__(self, memo: object) -> "CodedRows":
-        return self  # nobody changes them
+        return self  # nobody changes the rows
 
     @property
     def inputs(self) -> int:
+        """Weights of a row."""
         return self.raw.shape[1] // CODE_KINDS[self.kind_name].block_bytes * CODE_KINDS[self.kind_name].inputs
 
     def decode(self, begin: int = 0, end: int | None = None) -> Tensor:
-        """Rows begin … end − 1 in float32 [rows, inputs], ggml's bit for bit as the gguf package decodes them."""
+        """Rows begin … end − 1 in float32 [rows, inputs]."""
         return decode_rows(self.kind_name, self.raw[begin:end])
 
     def decode_at(self, row_numbers: Tensor) -> Tensor:
@@ -226,10 +225,7 @@ class CodedRows:
 
 
 def decode_rows(kind_name: str, raw: Tensor) -> Tensor:
-    """The weights float32 [rows, in] of stored rows, uint8 [rows, bytes], of the kind with this name.
-
-    ggml's have the bits that the gguf package gives them.
-    """
+    """The weights float32 [rows, in] of stored rows, uint8 [rows, bytes]; ggml's kinds: bits as by the gguf package."""
     kind, number = CODE_KINDS[kind_name], KIND_NUMBERS[kind_name]
     blocks = raw.view(len(raw), -1, kind.block_bytes)
     weights = torch.empty(len(raw), blocks.shape[1] * kind.inputs)
@@ -239,7 +235,7 @@ def decode_rows(kind_name: str, raw: Tensor) -> Tensor:
 
 
 def in_threads(work: Callable[[int, int], None], row_count: int, codes_per_row: int) -> None:
-    """work(begin, end) over parts of range(count), of so many codes each, in up to as many threads as PyTorch uses."""
+    """Call work(begin, end) for parts of range(row_count), in up to as many threads as PyTorch uses."""
     thread_count = max(1, min(torch.get_num_threads(), row_count * codes_per_row // CODES_OF_A_THREAD))
     row_bounds = [row_count * thread_index // thread_count for thread_index in range(thread_count + 1)]
     if thread_count == 1:
@@ -250,5 +246,5 @@ def in_threads(work: Callable[[int, int], None], row_count: int, codes_per_row: 
 
 
 _pool = lru_cache(1)(ThreadPoolExecutor)  # starting threads takes as long as decoding some rows
-if hasattr(os, "register_at_fork"):
+if hasattr(os, "register_at_fork"):  # a forked process has none of the pool's threads
     os.register_at_fork(after_in_child=_pool.cache_clear)

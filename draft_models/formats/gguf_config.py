@@ -1,9 +1,12 @@
-"""The transformers config of a model in a GGUF file: by transformers' map of its keys and the additions in `Family`.
+"""The transformers config of a model in a GGUF file, made from the file's metadata: values by keys like
+"llama.block_count", whose prefix is ggml's name of the architecture.
 
-A key in neither is refused: it may change what the model computes.
+transformers' map (`KEYS`) and the additions in `Family` say which field a key fills. A key in neither is refused, since
+it may change what the model computes.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple, cast
@@ -23,9 +26,9 @@ from outrider.draft_models.formats.gguf_file import MOST_LAYERS, GgufFile, Metad
 class Family:
     """What transformers' map lacks for one of ggml's architectures.
 
-    keys: GGUF key → config field, where the map lacks the key or has another field. "": the key is accepted, but
-    `_config_fields` gives its value to no field. biases: config field → bias of layer 0; the field is true if the file
-    has that tensor. partial_rotary: whether a part of a head may be without rotary positions.
+    keys: GGUF key → config field, where the map lacks the key or has another field. "": the key is accepted, and fills
+    no field. biases: config field → part of layer 0; the field is true if the file has a bias of this part.
+    partial_rotary: whether a part of a head may be without rotary positions.
     """
 
     model_type: str  # transformers'
@@ -64,7 +67,7 @@ FAMILIES = {  # by ggml's names of architectures; Mistral's models are "llama" t
 KEYS = cast(Mapping[str, Mapping[str, str | None]], GGUF_CONFIG_MAPPING)  # of a model type: fields by ggml's keys
 ROPE_FACTORS = "rope_freqs.weight"
 NO_WEIGHTS = {ROPE_FACTORS}  # tensors that belong to the config, not to the weights
-# Keys that `_config_fields` accepts but does not read: other functions read them, or find their value elsewhere.
+# Keys that `_config_fields` accepts but does not read: other functions read them, or take their value from tensors.
 _SPECIAL_KEYS = {
     "vocab_size", "attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.dimension_count",
     "rope.freq_base", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length",
@@ -74,7 +77,8 @@ _OFF = {  # keys without effect at this value
     "expert_count": 0, "expert_used_count": 0, "attention.causal": True, "rope.scaling.attn_factor": 1.0, _WINDOW: 0,
     "expert_shared_feed_forward_length": 0, "expert_shared_count": 0,
 }  # fmt: skip
-_TURN_ENDS, _NOT_TEXT = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"), (3, 4)  # types: control, user's own
+_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
+_NOT_TEXT = (3, 4)  # ggml's types of control tokens and of user-defined tokens
 _WAY_OUT = "give the model's Hugging Face directory or Hub name instead"
 _REAL = ("_epsilon", "_softcapping")  # ends of keys whose values are real numbers; others are counts
 _WIDE_SCALE = {("gemma2", 46), ("gemma3", 62)}  # the 27B models: their attention is scaled by hidden / heads
@@ -112,7 +116,7 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
         field_values["rope_parameters"] = _read_rope(file, heads.width, heads.rotary)
     if model_type == "stablelm":
         field_values["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in file.tensors
-    if "query_pre_attn_scalar" in field_names:  # it has no key
+    if "query_pre_attn_scalar" in field_names:  # no key states the scale of Gemma's scores
         field_values["query_pre_attn_scalar"] = heads.usual_width if (name, layer_count) in _WIDE_SCALE else heads.width
     try:
         return AutoConfig.for_model(model_type, **field_values)
@@ -160,7 +164,7 @@ def _read_heads(file: GgufFile) -> _HeadSizes:
     kv_heads = _family_count(file, "attention.head_count_kv", query_heads)
     head_dim = _family_count(file, "attention.key_length", usual_width)
     rotary = _family_count(file, "rope.dimension_count", head_dim)
-    # transformers stores the share rotary / head_dim, and computes `rotary` from it so
+    # transformers stores the share rotary / head_dim, from which it must compute the same `rotary`
     is_partial = FAMILIES[name].partial_rotary and int(head_dim * (rotary / head_dim)) == rotary
     if _family_count(file, "attention.value_length", head_dim) != head_dim or (rotary != head_dim and not is_partial):
         raise UserError(
@@ -171,9 +175,9 @@ def _read_heads(file: GgufFile) -> _HeadSizes:
 
 
 def read_special_ids(file: GgufFile) -> dict[str, object]:
-    """The config's special ids. There are two end tokens if a turn ends by another token than a text.
+    """The config's special ids. There are two end tokens if a turn ends by another token ("eot") than a text ("eos").
 
-    Files without a key of the token that ends a turn have it in their chat template, as llama.cpp finds it too.
+    For a file without a key of "eot" this token is looked up in the chat template, as llama.cpp does.
     """
     ids = {key: file.get(f"tokenizer.ggml.{key}_token_id", int, None) for key in ("bos", "eos", "eot", "padding")}
     if ids["eot"] is None and (template := file.get("tokenizer.chat_template", str, None)):
@@ -239,11 +243,10 @@ def _vocabulary_size(file: GgufFile) -> int:
 
 def _main_dtype(file: GgufFile) -> str:
     """The type of most of the weights; bfloat16 if they are quantised, since it loses no range."""
-    name_of_type = {0: "float32", 1: "float16"}
-    weight_counts: dict[str, int] = {}
+    name_of_type = {0: "float32", 1: "float16"}  # by ggml's numbers
+    weight_counts: Counter[str] = Counter()
     for location in file.tensors.values():
-        dtype_name = name_of_type.get(location.ggml_type, "bfloat16")
-        weight_counts[dtype_name] = weight_counts.get(dtype_name, 0) + math.prod(location.shape)
+        weight_counts[name_of_type.get(location.ggml_type, "bfloat16")] += math.prod(location.shape)
     return max(weight_counts, key=lambda dtype_name: weight_counts[dtype_name])
 
 
@@ -263,7 +266,7 @@ def _read_rope(file: GgufFile, head_dim: int, rotary_dims: int) -> dict[str, obj
 
 
 def _read_scaling(file: GgufFile, theta: float, head_dim: int) -> dict[str, object]:
-    """The rotary positions of base `theta`, rescaled as the file says."""
+    """`rope_parameters` of base `theta` with the scaling that the file states."""
     metadata, family = _family_metadata(file), file.metadata["general.architecture"]
     if ROPE_FACTORS in file.tensors:
         return {"rope_type": "llama3", "rope_theta": theta, **_read_llama3(file, theta, head_dim)}
@@ -288,7 +291,7 @@ def _read_llama3(file: GgufFile, theta: float, head_dim: int) -> dict[str, float
     factors = np.fromfile(file.path, np.float32, head_dim // 2, offset=location.begin)
     if len(factors) < head_dim // 2:
         raise UserError(f"{file.path}: ends within tensor {ROPE_FACTORS!r}; fetch it again")
-    scaling = {"factor": round(float(factors.max()), 4), **LLAMA3}  # the lowest frequencies are divided by all of it
+    scaling = {"factor": round(float(factors.max()), 4), **LLAMA3}  # the factor divides the lowest frequencies fully
     if not np.allclose(factors, llama3_factors({"rope_theta": theta, **scaling}, head_dim), rtol=1e-4):
         raise UserError(f"{error_prefix} with {LLAMA3}; not supported")
     return scaling

@@ -1,7 +1,7 @@
 """A GGUF file: its metadata and the locations of its tensors, according to ggml's specification (ggml's docs/gguf.md).
 
-It is parsed here because the reader of the `gguf` package takes 54 s for a file of 262,144 tokens with scores and
-merges, and this parser takes 1.2 s. That reader also follows a damaged length to the end of memory.
+The reader of the `gguf` package takes 54 s for a file of 262,144 tokens with scores and merges, and this parser 1.2 s.
+That reader also follows a damaged length to the end of memory.
 """
 
 import mmap
@@ -18,9 +18,10 @@ MetadataValue = bool | int | float | str | list["MetadataValue"]
 ValueType = TypeVar("ValueType", bool, int, float, str, list[MetadataValue])
 MAGIC, SUFFIX = b"GGUF", ".gguf"
 VERSIONS = (2, 3)
-AS_WRITTEN = "loaded_as_written"  # marks a tokenizer that is loaded from tokenizer.json alone
+AS_WRITTEN = "loaded_as_written"  # key in the config of a tokenizer that is loaded from tokenizer.json alone
 MOST_LAYERS = 2**12  # of a model in any format
 _DAMAGED = "fetch it again"
+# The specification's numbers of the types of metadata values; of numbers and booleans with their codes in `struct`.
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 FLOAT_TYPES = (0, 1, 28, 30)  # ggml's type numbers of float32, float16, float64 and bfloat16
@@ -72,9 +73,10 @@ class GgufFile:
 
 
 def find_gguf(source: str) -> Path | None:
-    """The GGUF file `source`, or the one in the directory `source` if it is not a Hugging Face model; else None.
+    """The path of the GGUF file `source`, or of the only GGUF file in the directory `source`; else None.
 
-    Raises `UserError` for another file, and if there are several GGUF files.
+    None too for a directory with a Hugging Face model. Raises `UserError` for a file of another format, and for several
+    GGUF files.
     """
     path = Path(source)
     if os.path.isfile(path):
@@ -107,7 +109,7 @@ def is_gguf(path: Path) -> bool:
 
 
 class _Parser:
-    """Parses a file sequentially; `what` is the current part, named in errors."""
+    """Parses a file sequentially. at: position in bytes. what: the current part, named in errors."""
 
     def __init__(self, path: Path, content: mmap.mmap):
         self.path, self.content, self.at, self.what = path, content, len(MAGIC), "header"
@@ -129,12 +131,12 @@ class _Parser:
             dim_count = self.integer("I")
             if not 1 <= dim_count <= 4:
                 raise self.damage_error(f"{dim_count} dimensions")
-            shape = tuple(self.integer("Q") for _ in range(dim_count))[::-1]
+            shape = tuple(self.integer("Q") for _ in range(dim_count))[::-1]  # innermost first in the file
             locations[name] = TensorLocation(name, shape, self.integer("I"), self.integer("Q"))
-        self.what, alignment = "general.alignment", metadata.get("general.alignment", 32)
+        self.what, alignment = "general.alignment", metadata.get("general.alignment", 32)  # 32: as specified
         if not isinstance(alignment, int) or alignment < 1:
             raise self.damage_error(repr(alignment))
-        data_start = -(-self.at // alignment) * alignment
+        data_start = -(-self.at // alignment) * alignment  # the next multiple of `alignment`
         file_locations = {name: replace(loc, begin=data_start + loc.begin) for name, loc in locations.items()}
         return GgufFile(self.path, metadata, file_locations)
 
@@ -164,7 +166,7 @@ class _Parser:
         return self.texts(1)[0]
 
     def texts(self, text_count: int) -> list[str]:
-        """The next `text_count` strings. There are several hundred thousand tokens and merges."""
+        """The next `text_count` strings, each after its length in 8 bytes: hundreds of thousands, so in one loop."""
         content, offset, file_end, texts = self.content, self.at, len(self.content), []
         for _ in range(text_count):
             text_start = offset + 8

@@ -2,8 +2,10 @@
 
 Example: ggml's tensor "blk.0.attn_q.weight" of a Llama is "model.layers.0.self_attn.q_proj.weight" in transformers. The
 file has the rows of each head in another order, because ggml rotates other pairs of rows. transformers' own map of
-names (`tensor_names`) and its `TensorProcessor` of the family (the `layout` here) undo both. A `_TensorSource` joins
-the tensors of the file that make one of transformers' tensors.
+names (`tensor_names`) and its `TensorProcessor` of the family (ggml's name of the architecture; the processor is called
+`layout` here) undo both. A `_TensorSource` joins the tensors of the file that make one of transformers' tensors. A
+`Stored` is the result before it is read: dtype, shape, `read()`, and `codes()`, the quantised rows as the file has them
+or None. `CODE_KINDS` has the quantisations that are decoded here; the gguf package decodes all others.
 """
 
 import math
@@ -34,7 +36,7 @@ from outrider.draft_models.formats.stored_tensors import HEAD, Stored
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
 
-_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # ggml's types that are not quantised
 _COMPARED = 64  # rows of each tensor that `prove_decoding` compares, evenly spread
 
 
@@ -49,11 +51,11 @@ def load_package() -> ModuleType:
 
 @dataclass(frozen=True)
 class GgufModel:
-    """The model in the GGUF file at `path`, with the members of `FolderModel`; `source` is its name."""
+    """The model in the GGUF file at `path`, with the public members of `FolderModel`. source: its name in messages."""
 
     source: str
     path: Path
-    transformers_reads_weights: ClassVar[bool] = False  # it would decode all tensors at once
+    transformers_reads_weights: ClassVar[bool] = False  # transformers would decode all tensors at once
 
     @cached_property
     def file(self) -> GgufFile:
@@ -84,9 +86,8 @@ class GgufModel:
 
     def prove_decoding(self) -> None:
         """Raise `UserError` unless rows of every tensor are decoded here bit for bit as by the gguf package."""
-        for name, tensor in track_progress(
-            self.file.tensors.items(), f"comparing the decoding of {self.source}", "tensors"
-        ):
+        task = f"comparing the decoding of {self.source}"
+        for name, tensor in track_progress(self.file.tensors.items(), task, "tensors"):
             ggml_type, raw_rows = _type_and_row_bytes(self.file, tensor)[0], _map_rows(self.file, tensor)
             if ggml_type.name in CODE_KINDS:
                 sample = raw_rows[:: max(1, len(raw_rows) // _COMPARED)]
@@ -110,7 +111,7 @@ class GgufModel:
                 raise UserError(f"{file.path}: tensors {tensor.name!r} and {next_loc.name!r} overlap; fetch it again")
         model, family = _model_on_meta(file), require_family(file)
         hf_name_of = tensor_names(model, family)
-        for name in sorted(hf_name_of.keys() ^ (file.tensors.keys() - NO_WEIGHTS)):
+        for name in sorted(hf_name_of.keys() ^ (file.tensors.keys() - NO_WEIGHTS)):  # names that one side lacks
             problem = "holds no tensor" if name in hf_name_of else f"has a tensor that {family} models have not:"
             raise UserError(f"{file.path}: {problem} {name!r}; fetch it again, or convert it again")
         layout = TENSOR_PROCESSORS.get(family, TensorProcessor)(config=model.config.to_dict())
@@ -131,9 +132,9 @@ class GgufModel:
 
 
 class NextnBlock(GgufModel):
-    """The blocks for multi-token prediction of any architecture, by ggml's names: those with a tensor `blk.N.nextn.`.
+    """Only a file's blocks for multi-token prediction, those with a tensor `blk.N.nextn.…`, by ggml's names.
 
-    The order of rows is the file's, which is transformers' in all architectures but Llama.
+    All architectures. The order of rows is the file's, which is transformers' in all architectures but Llama.
     """
 
     @cached_property
@@ -224,8 +225,7 @@ class _TensorSource:
         ggml_type, _ = _type_and_row_bytes(self.file, loc)
         if len(self.parts) > 1 or len(self.shape) != 2 or ggml_type.name not in CODE_KINDS:
             return None
-        row_order = self._row_order(loc)
-        if row_order is None:
+        if (row_order := self._row_order(loc)) is None:
             return None
         raw_rows, is_same_order = _map_rows(self.file, loc), np.array_equal(row_order, np.arange(len(row_order)))
         return CodedRows(ggml_type.name, raw_rows if is_same_order else raw_rows[row_order])
@@ -282,10 +282,8 @@ def _dequantise(file: GgufFile, tensor: TensorLocation) -> NDArray[np.float32]:
 
 def _map_rows(file: GgufFile, tensor: TensorLocation) -> NDArray[np.uint8]:
     """The bytes of a tensor by rows [rows, bytes]; they are read when they are used."""
-    # copy on write: PyTorch wants memory that could be written
-    return np.memmap(
-        file.path, np.uint8, "c", tensor.begin, (math.prod(tensor.shape[:-1]), _type_and_row_bytes(file, tensor)[1])
-    )
+    shape = math.prod(tensor.shape[:-1]), _type_and_row_bytes(file, tensor)[1]
+    return np.memmap(file.path, np.uint8, "c", tensor.begin, shape)  # copy on write: PyTorch wants writable memory
 
 
 def _type_and_row_bytes(file: GgufFile, tensor: TensorLocation) -> tuple["GGMLQuantizationType", int]:

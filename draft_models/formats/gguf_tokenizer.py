@@ -51,7 +51,7 @@ def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
             clean_up_tokenization_spaces=False,
             model_max_length=file.get(f"{file.metadata['general.architecture']}.context_length", int, None),
             **special_tokens,
-            **{AS_WRITTEN: True},  # loaded from its tokenizer.json, not made anew by its architecture
+            **{AS_WRITTEN: True},  # a loader takes tokenizer.json as it is
         )
     except UserError:
         raise
@@ -60,7 +60,7 @@ def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
 
 
 def _make_byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
-    """A byte-level BPE, which cuts texts as the file's "pre" says. Raises `UserError` for an unknown way."""
+    """A byte-level BPE. The file's "pre" names how texts are cut. Raises `UserError` for an unknown name."""
     split_name = file.get(f"{_KEY}pre", str)
     if split_name not in PATTERNS:
         raise UserError(
@@ -90,15 +90,9 @@ def _make_byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
 def _make_sentencepiece(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
     """SentencePiece's BPE: a space is ▁, often with a further ▁ before the text, and unknown letters become bytes."""
     unknown_id = file.get(f"{_KEY}unknown_token_id", int, 0)
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab=_vocabulary(file, tokens),
-            merges=_make_merges(file, tokens),
-            unk_token=_token_of_id(file, tokens, "unknown_token_id", unknown_id),
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
+    vocab, merges = _vocabulary(file, tokens), _make_merges(file, tokens)
+    unknown = _token_of_id(file, tokens, "unknown_token_id", unknown_id)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     adds_space = file.get(f"{_KEY}add_space_prefix", bool, not _is_gemma(file))
     prepend_steps = [normalizers.Prepend(_SPACE)] if adds_space else []
     tokenizer.normalizer = normalizers.Sequence([*prepend_steps, normalizers.Replace(" ", _SPACE)])
@@ -113,7 +107,7 @@ def _make_merges(file: GgufFile, tokens: Sequence[str]) -> list[tuple[str, str]]
 
     SentencePiece joins the two neighbours whose concatenation has the highest score. Example: of the tokens a, b, c, ab
     (score −1) and abc (score −2) the merges are (a, b), then (ab, c). Gemma's Hugging Face tokenizers rank merges by
-    the id of the joined token, not by its score. There the joined token may be user-defined.
+    the id of the joined token, then the longer prefix first, not by its score. There that token may be user-defined.
     """
     stored_scores, token_types = file.get(f"{_KEY}scores", list), _read_types(file, tokens)
     scores = [score for score in stored_scores if isinstance(score, float)]
@@ -141,7 +135,7 @@ def _add_tokens(tokenizer: Tokenizer, file: GgufFile, tokens: Sequence[str]) -> 
     types = _read_types(file, tokens)
     is_phi3 = file.metadata.get("general.architecture") == "phi3" and file.metadata[f"{_KEY}model"] == "llama"
     special = [token for token, token_type in zip(tokens, types, strict=True) if token_type in (_CONTROL, _UNKNOWN)]
-    strips = {*special} - {*_SPACE_AFTER} if is_phi3 else set[str]()  # these absorb the spaces after them, by no key
+    strips = {*special} - {*_SPACE_AFTER} if is_phi3 else set[str]()  # they absorb spaces after them; no key says so
     tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True, rstrip=t in strips) for t in special])
     user_defined = [token for token, index in _vocabulary(file, tokens).items() if types[index] == _USER_DEFINED]
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in user_defined])
@@ -152,7 +146,7 @@ def _make_post_processor(
 ) -> processors.PostProcessor | None:
     """The post-processor that adds BOS and EOS to a text as the file asks; None if there is nothing to do."""
     added_by_side = []
-    is_llama3 = file.metadata.get(f"{_KEY}pre") in ("llama-bpe", "llama3", "llama-v3")  # its files may have no key
+    is_llama3 = file.metadata.get(f"{_KEY}pre") in ("llama-bpe", "llama3", "llama-v3")  # their files may lack the key
     adds_bos = bpe_kind == "llama" or (is_llama3 and "bos_token" in special_tokens)
     for side, default in (("bos", adds_bos), ("eos", False)):
         enabled = file.get(f"{_KEY}add_{side}_token", bool, default)
@@ -162,7 +156,7 @@ def _make_post_processor(
     bos, eos = added_by_side
     if not bos and not eos:
         return processors.ByteLevel(trim_offsets=False) if bpe_kind == "gpt2" else None
-    ids = _ids_by_token(tokens)
+    ids = {token: index for index, token in enumerate(tokens)}
     return processors.TemplateProcessing(
         single=[*bos, "$A", *eos],
         pair=[*bos, "$A", *eos, *(f"{token}:1" for token in bos), "$B:1", *(f"{token}:1" for token in eos)],
@@ -183,10 +177,6 @@ def _read_types(file: GgufFile, tokens: Sequence[str]) -> Sequence[MetadataValue
             f"{file.path}: {len(types)} values of {_KEY}token_type for {len(tokens)} tokens; fetch it again"
         )
     return types
-
-
-def _ids_by_token(tokens: Sequence[str]) -> dict[str, int]:
-    return {token: index for index, token in enumerate(tokens)}
 
 
 def _vocabulary(file: GgufFile, tokens: Sequence[str]) -> dict[str, int]:

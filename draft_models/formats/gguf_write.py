@@ -1,4 +1,4 @@
-"""A causal LM as a GGUF file in the layout of llama.cpp's converter; refused if it would be read differently."""
+"""A causal LM as a GGUF file in the layout of llama.cpp's converter; refused if it would be read as another model."""
 
 import json
 from collections.abc import Mapping
@@ -24,18 +24,16 @@ _FREE = {
     "initializer_range", "use_cache", "attention_dropout", "pretraining_tp", "max_window_layers", "bos_token_id",
     "eos_token_id", "pad_token_id",
 }  # fmt: skip
-_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 3, 4, 5, 6  # types of tokens
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 3, 4, 5, 6  # ggml's types of tokens
 TokenizerStep = dict[str, object]  # of a normalizer or a pre-tokenizer, as tokenizer.json has it
-_KEY, _BYTES = "tokenizer.ggml.", [f"<0x{byte:02X}>" for byte in range(256)]
+_KEY, _BYTES = "tokenizer.ggml.", [f"<0x{byte:02X}>" for byte in range(256)]  # a prefix of keys; the byte tokens
 # Each known pattern splits this text differently.
 _PROBE = "  Don't WE'LL  3.14159 1234567\n\n \t x+=[1]; nai\u0308ve façade\r\n   北京2026年 🚀 ▁_ I'm\n"
 
 
 def require_gguf(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, MetadataValue]:
-    """The metadata of a GGUF file of a model with `config`, which may lack a tokenizer.
-
-    `KEYS` names the config's fields by ggml's keys. Raises `UserError` if the metadata would be read as another model.
-    """
+    """The metadata of a GGUF file of a model with `config`, which may lack a tokenizer. `KEYS` names the config's
+    fields by ggml's keys. Raises `UserError` if the metadata would be read as another model."""
     family = {"mistral": "llama"}.get(config.model_type, config.model_type)
     if family not in _FAMILIES:
         raise _unsupported_error(f"model_type={config.model_type!r}, other than {', '.join(_FAMILIES)} and mistral")
@@ -46,9 +44,8 @@ def require_gguf(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | 
     key_values["rope.freq_base"] = float(config.rope_parameters["rope_theta"])
     if config.model_type == "mistral" and config.sliding_window is not None:
         raise _unsupported_error(f"sliding_window={config.sliding_window}, which llama.cpp ignores in a Mistral")
-    metadata: dict[str, MetadataValue] = {"general.architecture": family} | {
-        f"{family}.{key}": key_values[key] for key in key_values
-    }
+    prefixed_values = {f"{family}.{key}": value for key, value in key_values.items()}
+    metadata: dict[str, MetadataValue] = {"general.architecture": family} | prefixed_values
     _require_read_back(config, metadata)
     no_tokenizer: dict[str, MetadataValue] = {"tokenizer.ggml.model": "none"}
     return metadata | no_tokenizer if tokenizer is None else _add_tokenizer(metadata, tokenizer, config.vocab_size)
@@ -81,16 +78,9 @@ def write_file(
     """
     gguf, family = load_package(), str(metadata.pop("general.architecture"))
     writer = gguf.GGUFWriter(path, family)
-    value_types = gguf.GGUFValueType
-    value_type_of = {
-        bool: value_types.BOOL,
-        int: value_types.UINT32,
-        float: value_types.FLOAT32,
-        str: value_types.STRING,
-        list: value_types.ARRAY,
-    }
+    ggml_name_of = {bool: "BOOL", int: "UINT32", float: "FLOAT32", str: "STRING", list: "ARRAY"}
     for key, value in metadata.items():
-        writer.add_key_value(key, value, value_type_of[type(value)])
+        writer.add_key_value(key, value, gguf.GGUFValueType[ggml_name_of[type(value)]])
     if config.rope_parameters["rope_type"] == "llama3":
         writer.add_tensor(ROPE_FACTORS, llama3_factors(config.rope_parameters, config.head_dim))
     head_counts = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
@@ -125,7 +115,7 @@ def _require_read_back(config: PreTrainedConfig, metadata: dict[str, MetadataVal
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     names, state = tensor_names(model, str(metadata["general.architecture"])), model.state_dict()
-    locations = {name: TensorLocation(name, tuple(state[names[name]].shape), 0, 0) for name in names}  # in float32
+    locations = {name: TensorLocation(name, tuple(state[names[name]].shape), 0, 0) for name in names}  # 0: float32
     reread_config = gguf_config(GgufFile(Path(GGUF_FILE), metadata, locations)).to_dict()
     expected_config, rope = config.to_dict(), config.rope_parameters
     if rope["rope_type"] == "llama3" and rope.items() >= LLAMA3.items():  # `write_file` writes it as a tensor
@@ -148,9 +138,8 @@ def _add_tokenizer(
     bpe = json.loads(backend.to_str())["model"]
     if bpe.get("byte_fallback"):  # SentencePiece's BPE: merges go by score, and ids are in their order
         base |= {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [-float(index) for index in range(n_rows)]}
-        candidates: list[dict[str, MetadataValue]] = [
-            {"tokenizer.ggml.add_space_prefix": adds_space} for adds_space in (True, False)
-        ]
+        key = "tokenizer.ggml.add_space_prefix"
+        candidates: list[dict[str, MetadataValue]] = [{key: adds_space} for adds_space in (True, False)]
     else:
         merges: list[MetadataValue] = [" ".join(merge) for merge in bpe.get("merges", ())]
         if not merges:
@@ -159,9 +148,10 @@ def _add_tokenizer(
         candidates = [{"tokenizer.ggml.pre": split_name} for split_name in PATTERNS]
     probe_text, rules = _PROBE + _PROBE.join(tokenizer.get_added_vocab()), _read_rules(tokenizer)
     for candidate in candidates:
-        reread = gguf_tokenizer(GgufFile(Path(GGUF_FILE), base | candidate, {}))
+        reread = gguf_tokenizer(GgufFile(Path(GGUF_FILE), base | candidate, tensors={}))
         if _read_rules(reread) == rules and _encode(reread, [probe_text]) == _encode(tokenizer, [probe_text]):
             token_texts = backend.decode_batch([[index] for index in range(n_rows)], skip_special_tokens=False)
+            # Each token alone, after a space and within a word.
             variants = [variant for token in token_texts for variant in (token, f" {token}", f"a{token}b")]
             if _encode(reread, variants) == _encode(tokenizer, variants):
                 return base | candidate

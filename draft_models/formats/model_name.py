@@ -42,5 +42,5 @@ def write_name(folder: Path, name: str) -> None:
 def _name_in_files(path: Path) -> object:
     if (gguf_path := find_gguf(str(path))) is not None:
         return open_gguf(gguf_path).metadata.get("general.name")
-    stated_name = read_mapping(path / CONFIG_FILE, "description of a model", "").get(FIELD)
+    stated_name = read_mapping(path / CONFIG_FILE, "description of a model", remedy="").get(FIELD)  # no error is shown
     return stated_name if isinstance(stated_name, str) and _HUB_NAME.fullmatch(stated_name) else None

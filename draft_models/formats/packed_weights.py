@@ -1,15 +1,15 @@
 """Weights stored as integers of 4 or 8 bits in words of 32 bits, with a scale for each group of inputs.
 
-A weight is scale · (code − zero). Example: a word 0x76543210 has the eight codes 0, 1, …, 7 of 4 bits. Three methods
-are read. Of a layer [out, in] with c codes in a word they store these shapes:
+A weight is scale · (code − zero): the stored integer is its code. Example: a word 0x76543210 has the eight codes 0, 1,
+…, 7 of 4 bits. Three methods are read. Of a layer [out, in] with c codes in a word they store these shapes:
 
                     codes           zeros              scales
 GPTQ                [in / c, out]   [groups, out / c]  [groups, out]  AutoGPTQ's; zeros less 1 unless "gptq_v2"
 AWQ                 [in, out / c]   [groups, out / c]  [groups, out]  AutoAWQ's "gemm", words in `AWQ_ORDER`
 compressed-tensors  [out, in / c]   [out / c, groups]  [out, groups]  its "pack-quantized", codes shifted to begin at 0
 
-`packing_of` reads the method from config.json. `packed_layers` gathers the tensors of each layer. A `PackedLayer` is
-then read as floats (`read`), or as blocks that are multiplied as they are (`codes`).
+`packing_of` reads the method from config.json. `packed_layers` gathers the tensors of each layer, as `Stored` (a tensor
+in a file; `read` loads it). A `PackedLayer` is then read as floats (`read`), or as blocks for products (`codes`).
 """
 
 from collections.abc import Mapping
@@ -55,6 +55,7 @@ def packing_of(quant_config: Mapping[str, object]) -> Packing | None:
     if not isinstance(bits, int) or bits not in (4, 8):
         return None
     if method == "compressed-tensors" and quant_config.get("format") == "pack-quantized":
+        # False: zeros are stored as they are.
         return Packing(method, bits, False, ".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_g_idx")
     is_gemm = str(quant_config.get("version", "gemm")).lower() == "gemm"
     if method == "gptq" or (method == "awq" and bits == 4 and is_gemm):
@@ -64,7 +65,7 @@ def packing_of(quant_config: Mapping[str, object]) -> Packing | None:
 
 
 def runs_as_stored(quant_config: Mapping[str, object]) -> bool:
-    """Whether a CPU multiplies these integers as they are stored (see `PackedLayer.codes`), as far as this tells."""
+    """Whether a CPU can multiply the integers as they are stored (see `PackedLayer.codes`), by the description."""
     config_groups = quant_config.get("config_groups")
     groups = [*config_groups.values()] if isinstance(config_groups, dict) else [{"weights": quant_config}]
     specs = [spec for group in groups if isinstance(group, dict) and isinstance(spec := group.get("weights"), dict)]
@@ -102,7 +103,7 @@ class PackedLayer(NamedTuple):
         return ((codes - zeros[:, group_ids]).float() * scales[:, group_ids]).contiguous()  # AWQ stores it transposed
 
     def codes(self) -> "CodedRows | None":
-        """Its rows in blocks of `CODE_KINDS`; None if a group's inputs are not adjacent, or a scale is no float16.
+        """Its rows in blocks of integers; None if a group's inputs are not adjacent, or a scale is no float16.
 
         A group of 32 · n or (with 4 bits) 128 · n inputs is n blocks with the same scale and zero. A block is a float16
         scale, a float16 zero, and the codes. Of 4 bits, byte i has code i and, in its upper bits, code i + size / 2.
@@ -132,7 +133,7 @@ class PackedLayer(NamedTuple):
             codes = _unpack_words(packed, packing)
             zero = torch.tensor(2 ** (packing.bits - 1)) if zeros is None else _unpack_words(zeros.mT, packing).mT
         else:
-            assert zeros is not None  # see `packed_layers`
+            assert zeros is not None  # `packed_layers` refuses such a layer
             codes = _unpack_words(packed.mT, packing) if packing.method == "gptq" else _unpack_words(packed, packing).mT
             scales, zero = scales.mT, _unpack_words(zeros, packing).mT + packing.zeros_less_one
         (out_dim, in_dim), n_groups = codes.shape, scales.shape[-1]

@@ -1,4 +1,4 @@
-"""Models, tokenizers and configs saved as transformers' versions 4 and 5 read them."""
+"""Models, tokenizers and configs saved so that transformers' versions 4 and 5 read them."""
 
 import os
 from contextlib import suppress
@@ -15,8 +15,8 @@ def save_parts(
     *parts: PreTrainedModel | PreTrainedTokenizerBase | PreTrainedConfig | GenerationConfig,
     remedy: str = REMEDY,
 ) -> None:
-    """Save a model, tokenizer or config of transformers to `folder`, for its versions 4 and 5. Files get usual modes;
-    safetensors' own are private. Raises `UserError` if they cannot be written."""
+    """Save a model, tokenizer or config of transformers to `folder`, for its versions 4 and 5. Files get the modes of
+    the user's umask. Raises `UserError`, which advises `remedy`, if they cannot be written."""
     try:
         for component in parts:
             component.save_pretrained(folder)
@@ -25,7 +25,7 @@ def save_parts(
             raise
         raise UserError(f"{folder}: cannot be written ({reason(error)}); {remedy}") from None
     for_older_readers(folder)
-    os.umask(umask := os.umask(0o077))  # the only way to read it
+    os.umask(umask := os.umask(0o077))  # the umask can only be read by setting it; safetensors ignores the umask
     for file in folder.iterdir():
         file.chmod((0o777 if file.is_dir() else 0o666) & ~umask)
 

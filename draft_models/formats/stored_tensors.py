@@ -25,15 +25,13 @@ if TYPE_CHECKING:
     from outrider.draft_models.formats.gguf_codes import CodedRows
 
 CONFIG_FILE, GENERATION_FILE, TOKENIZER_FILE = "config.json", "generation_config.json", "tokenizer_config.json"
-HEAD = "lm_head.weight"
+HEAD = "lm_head.weight"  # the output head, which may be tied to the embedding
 QUANT_FILE = "hf_quant_config.json"  # ModelOpt's description of a quantisation, beside config.json or in place of it
-# The files next to the weights that describe a model and its tokenizer.
-DESCRIPTIONS = (
+DESCRIPTIONS = (  # patterns of the files next to the weights that describe a model and its tokenizer
     CONFIG_FILE, "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*",
     "merges.txt", "chat_template*", "*.model", "*.tiktoken", "tekken.json", "*processor_config.json", QUANT_FILE,
 )  # fmt: skip
-# Torch's types by their names in safetensors headers.
-TYPES = {
+TYPES = {  # by their names in safetensors headers
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
@@ -44,7 +42,7 @@ TYPES = {
 class Stored:
     """A tensor of a model in files, not read yet. dtype, shape: of the result of `read`.
 
-    codes: its rows as the file stores them, where they can be multiplied as they are.
+    codes: a call gives the quantised rows as the file stores them; None where they cannot be multiplied so.
     """
 
     dtype: torch.dtype
@@ -129,7 +127,7 @@ def name_unreadable(path: str, file_kind: str) -> Iterator[None]:
 
 
 def read_with_digest(path: Path, recorded_sha256: object, remedy: str) -> bytes:
-    """The content of a file whose digest is recorded elsewhere. Raises `UserError` if it is missing or another."""
+    """The content of a file. Raises `UserError` if it is missing, or its sha256 (hex) is not the recorded one."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -144,8 +142,8 @@ class WeightFormat:
     """A format of weights, with the file names that transformers gives to a checkpoint of this format."""
 
     name: str
-    single: str
-    suffix: str
+    single: str  # the name of the file of a checkpoint that has only one
+    suffix: str  # of every file's name
     open_file: Callable[[str], Mapping[str, Stored]]
 
     @property

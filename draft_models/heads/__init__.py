@@ -1,4 +1,1 @@
-"""What draft heads of all kinds share: their sizes, their attention, their layers' config, their files.
-
-A draft head reads hidden states of the target (EAGLE-3, DFlash, DSpark). Each kind has a folder of its own beside this.
-"""
+"""What draft heads (EAGLE-3, DFlash, DSpark), which read hidden states of the target, share: sizes, layers, files."""

@@ -1,4 +1,7 @@
-"""The config of a draft head's layers, in transformers' keys: read (`layer_config`) and written (`layer_fields_of`)."""
+"""The config of a draft head's layers, in transformers' keys: read (`layer_config`) and written (`layer_fields_of`).
+
+A head's reading is the description of its tensors' sizes and roles, a `HeadSizes`.
+"""
 
 from collections.abc import Callable, Mapping
 
@@ -32,11 +35,14 @@ def section_of(config: Mapping[str, object], name: str) -> Mapping[str, object]:
 
 
 def layer_config(layer_fields: object, layers: int) -> PreTrainedConfig:
-    """transformers' config of a model of such layers, with its defaults: trainers omit values equal to defaults."""
+    """transformers' config of a model of `layers` layers, from the fields that a head's config.json has for them.
+
+    Missing fields get transformers' defaults: trainers omit values equal to defaults. Raises `UserError`.
+    """
     if not isinstance(layer_fields, dict):
         raise UserError(f"transformer_layer_config={layer_fields!r}: expected a mapping")
     model_type, head_dim = layer_fields.get("model_type", "llama"), layer_fields.get("head_dim") or 1
-    if layers > MOST_LAYERS or (isinstance(head_dim, int) and head_dim > _WIDEST):  # both are sizes of memory
+    if layers > MOST_LAYERS or (isinstance(head_dim, int) and head_dim > _WIDEST):  # each decides how much is allocated
         raise UserError(f"{layers} layers with head_dim={head_dim}: expected at most {MOST_LAYERS}, and {_WIDEST}")
     if model_type not in _LAYERS:
         raise UserError(f"model_type={model_type!r}: a head has layers of one of {', '.join(_LAYERS)}")
@@ -48,7 +54,10 @@ def layer_config(layer_fields: object, layers: int) -> PreTrainedConfig:
 
 
 def layer_fields_of(reading: HeadSizes, target: PreTrainedConfig) -> dict[str, object]:
-    """The layer's config in transformers' keys; rope as in versions before 5, which later versions read as well."""
+    """The layer's config in transformers' keys; rope as in versions before 5, which later versions read as well.
+
+    target: the config whose special ids are copied.
+    """
     rope = {name: value for name, value in reading.rope.items() if name not in ("rope_theta", "partial_rotary_factor")}
     layer_fields = {
         "model_type": "qwen3" if reading.head_norms else "llama",

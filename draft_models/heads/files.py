@@ -1,6 +1,10 @@
-"""The files of a draft head: opened strictly, missing and unexpected tensors are errors; and its draft vocabulary.
+"""The files of a draft head, and its draft vocabulary. Missing and unexpected tensors are errors, since a head with
+tensors filled in or dropped would draft badly without any error.
 
-A head with tensors filled in or dropped would draft badly without any error.
+A head's reading (`HeadSizes`) says how its tensors are read; its config.json declares a reading. "Here" means in this
+code base: a tensor may have another name here than in the file. A draft vocabulary is the part of the target's tokens
+that a head has logits for. It is stored as d2t, from which the target's id of each draft id follows, and as t2d, which
+says of each of the target's tokens whether the token is in it.
 """
 
 from collections.abc import Callable, Mapping
@@ -54,9 +58,8 @@ Head = TypeVar("Head", bound=DraftHead, covariant=True)
 
 @dataclass(frozen=True, kw_only=True)
 class StoredDrafter(HeadFiles, Generic[Head]):
-    """A head on disk, checked but not loaded: its dialect, and the reading that its config declares, with overrides.
-
-    record: the file of its training.
+    """A head on disk, checked but not loaded: its dialect (its trainer's layout), and its declared reading with the
+    user's overrides. record: the name of the file that training writes beside the head. module: the head's class.
     """
 
     dialect: str
@@ -93,10 +96,12 @@ def module_shapes(module: type[DraftHead], reading: HeadSizes) -> dict[str, tupl
 
 
 def open_files(option: str, source: str, head_kind: str, to_local_name: Callable[[str], str]) -> HeadFiles:
-    """The head in `source`, a directory or Hub name, given as `option`. head_kind: "an EAGLE-3 head"; to_local_name:
-    the name here of a tensor in the file. Raises `UserError` if it cannot be read."""
+    """The head in `source`, a directory or Hub name, given as `option`. head_kind: as in "an EAGLE-3 head".
+
+    to_local_name: the name here of a tensor in the file. Raises `UserError` if it cannot be read.
+    """
     where = f"{option}={source}"
-    config_path = find_file(source, CONFIG_FILE, None)
+    config_path = find_file(source, CONFIG_FILE, revision=None)
     if config_path is None:
         raise UserError(f"{where}: no {CONFIG_FILE} there; give a directory or Hub name of {head_kind}")
     config = read_mapping(config_path, "description of a head", "fetch it again")
@@ -169,7 +174,8 @@ def draft_tokens(sizes: HeadSizes, tensors: Mapping[str, Tensor], where: str) ->
     other_kind = "offset" if sizes.draft_ids == "index" else "index"
     remedy = f"It holds {sizes.draft_ids}s: reading.draft_ids={other_kind} reads it otherwise. Or fetch the head again"
     is_outside = (target_ids < 0) | (target_ids >= sizes.vocabulary)
-    is_invalid = is_outside | (target_ids <= torch.nn.functional.pad(target_ids[:-1], (1, 0), value=-1))
+    previous_ids = torch.nn.functional.pad(target_ids[:-1], (1, 0), value=-1)
+    is_invalid = is_outside | (target_ids <= previous_ids)
     if is_invalid.any():
         index = int((is_outside if is_outside.any() else is_invalid).nonzero()[0])
         raise UserError(
@@ -206,7 +212,7 @@ def map_tensors(ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
 
 
 def written_facts(dtype: torch.dtype, *, made_here: bool) -> dict[str, object]:
-    """What config.json says of a written head besides its reading. made_here: as `HeadFiles.made_here`."""
+    """What config.json says of a written head besides its reading. made_here: whether this toolkit trained it."""
     dtype_name = str(dtype).removeprefix("torch.")
     version_field = {MADE_WITH: f"outrider {package_version()}"} if made_here else {}
     return {"dtype": dtype_name, "torch_dtype": dtype_name, **version_field}

@@ -14,8 +14,9 @@ def initial_weights(
 ) -> dict[str, Tensor]:
     """Weights of `shapes`, in float32 on the target's device: a deterministic function of the arguments.
 
-    draft_ids [k]: the draft vocabulary; None: all. The logits' matrix and norm are initialised from the target: rows of
-    its head, and the scale of its last norm. Other matrices preserve the magnitude of their input.
+    stack: the target. draft_ids [k]: the target's tokens that the head has logits for; None: all. The logits' matrix
+    and norm are rows of the target's head and the scale of its last norm. Other matrices preserve the magnitude of
+    their input.
     """
     generator = torch.Generator().manual_seed(seed)
     weights: dict[str, Tensor] = {}
@@ -25,6 +26,6 @@ def initial_weights(
     head_rows = stack.head.weight[: sizes.vocabulary] if draft_ids is None else stack.head.weight[draft_ids]
     weights["lm_head.weight"] = head_rows.detach().float().clone()  # a copy: the target keeps its own
     signs = torch.ones(sizes.hidden, dtype=stack.dtype, device=stack.device)
-    signs[::2] = -1  # mean 0 and mean square 1, so that no norm rescales them
-    weights["norm.weight"] = (stack.norm(signs) * signs).float()  # not read: some norms multiply by 1 + their weight
+    signs[::2] = -1  # mean 0 and mean square 1, so that no norm rescales them: norm(±1) · ±1 is the scale
+    weights["norm.weight"] = (stack.norm(signs) * signs).float()  # not its weight: some norms multiply by 1 + weight
     return weights if draft_ids is None else {**weights, DRAFT_TOKENS: draft_ids.to(stack.device)}

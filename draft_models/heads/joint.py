@@ -1,4 +1,8 @@
-"""Attention of training over two kinds of entries: those of the whole text, and a few of each position alone."""
+"""Attention in training over two kinds of keys: those of the text, which a mask selects, and a few of each position.
+
+Example: a later draft step of an EAGLE-3 head sees the text's keys, and the keys of earlier steps at its own position.
+Shapes: B texts, N positions, H heads, Hk key heads of width D.
+"""
 
 from dataclasses import replace
 
@@ -10,7 +14,7 @@ from outrider.draft_models.targets.attention import grouped_attention
 from outrider.draft_models.targets.target import Band
 
 KeysValues = tuple[Tensor, Tensor]  # keys and values, [B, Hk, N, D]
-EXTRA = 8  # columns that `_add_key` adds; fused kernels prefer widths that are multiples of this
+EXTRA = 8  # columns that `_add_key` adds; fused kernels prefer widths that are multiples of 8
 
 
 def attend_jointly(
@@ -28,13 +32,14 @@ def attend_jointly(
         local_scores = grouped_query @ local[0].to(exact_dtype).mT * scaling  # [B, N, Hk, H / Hk, steps]
         local_mean = (local_scores.softmax(-1) @ local[1].to(exact_dtype)).flatten(2, 3)
     wide_qkv = _add_key(query, *joint, local_scores.logsumexp(-1).flatten(2).transpose(1, 2) / scaling)
-    out, _ = grouped_attention(module, *wide_qkv, replace(mask, extra_keys=1), scaling=scaling)
+    wider_mask = replace(mask, extra_keys=1)  # every query sees the additional key
+    out, _ = grouped_attention(module, *wide_qkv, wider_mask, scaling=scaling)
     attended, local_weight = out[..., :-EXTRA], out[..., -EXTRA, None]  # [B, N, H, D], [B, N, H, 1]
     return attended + local_weight * local_mean.to(out.dtype)
 
 
 def _add_key(query: Tensor, key: Tensor, value: Tensor, score: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value, `EXTRA` columns wider, with an additional first key whose scores are `score` [B, H, T].
+    """Query, key and value, `EXTRA` columns wider, with an additional first key whose scores are `score` [B, H, N].
 
     In the additional columns the first key is (1, 1, 0, …) and a query is (rounded score, remainder, 0, …): the score
     alone would err by 0.4 % in 16 bits. The first key's value is 1 in the first additional column, where other values

@@ -1,4 +1,8 @@
-"""The modules that draft heads share: attention, an MLP, rotary tables, and what every head has besides its layers."""
+"""The modules that draft heads share: attention, an MLP, rotary tables, and what every head has besides its layers.
+
+In shapes B is texts, Q positions, H the hidden size, D the size of an attention head, V tokens. A draft vocabulary is
+the tokens that a head has logits for. `Rotary` is cos and sin of positions. A `LayerStack` is a target.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -28,9 +32,7 @@ class HeadAttention(nn.Module):
     def __init__(self, sizes: HeadSizes, input_width: int, layer_idx: int):
         """input_width: of its input; the first layer's input may be wider than its output."""
         super().__init__()
-        self.layer_idx = layer_idx
-        self.head_dim = sizes.head_dim
-        self.rotary_dim = sizes.rotary_dim
+        self.layer_idx, self.head_dim, self.rotary_dim = layer_idx, sizes.head_dim, sizes.rotary_dim
         query_width, key_width = sizes.heads * sizes.head_dim, sizes.key_heads * sizes.head_dim
         bias = sizes.attention_bias
         self.q_proj = nn.Linear(input_width, query_width, bias=bias)
@@ -46,7 +48,7 @@ class HeadAttention(nn.Module):
 
     def rotate(self, x: Tensor, rotary: Rotary) -> Tensor:
         """x [B, heads, Q, D] at its positions: the first `rotary_dim` dimensions rotate."""
-        cos, sin = (table[:, None] for table in rotary.tables[0])
+        cos, sin = (table[:, None] for table in rotary.tables[0])  # a head has one rotary table
         rotating, unrotated = x.split([self.rotary_dim, self.head_dim - self.rotary_dim], dim=-1)
         rotating = rotating * cos + rotate_half(rotating) * sin
         return torch.cat([rotating, unrotated], dim=-1) if unrotated.shape[-1] else rotating
@@ -64,22 +66,22 @@ class HeadAttention(nn.Module):
 
 def head_mlp(sizes: HeadSizes) -> LlamaMLP:
     """The MLP of a head's layer."""
-    return LlamaMLP(
-        LlamaConfig(
-            hidden_size=sizes.hidden,
-            intermediate_size=sizes.intermediate,
-            num_attention_heads=1,  # the default of 32 heads refuses a width that 32 does not divide
-            mlp_bias=sizes.mlp_bias,
-            hidden_act=sizes.activation,
-        )
+    config = LlamaConfig(
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.intermediate,
+        mlp_bias=sizes.mlp_bias,
+        hidden_act=sizes.activation,
+        num_attention_heads=1,  # the default of 32 heads refuses a width that 32 does not divide
     )
+    return LlamaMLP(config)
 
 
 class DraftHead(nn.Module, ABC):
     """What every draft head has besides its layers: its vocabulary, its embedding, its rotary tables.
 
-    draft_tokens: ids [V_d], ascending, of its draft vocabulary; None: the whole vocabulary. Without its own embedding,
-    `use_embedding` must be called first; the target's is kept in a list, so that it does not become a submodule.
+    reading: the sizes. draft_tokens: the target's ids [V_d], ascending, that it has logits for; None: all. cos, sin
+    [positions, rotary_dim]: see `reserve`. Without its own embedding, `use_target` must be called first; the target's
+    is kept in a list, so that it does not become a submodule.
     """
 
     reading: HeadSizes
@@ -87,7 +89,7 @@ class DraftHead(nn.Module, ABC):
     embed_tokens: nn.Embedding | None
     cos: Tensor
     sin: Tensor
-    layered = None  # see `RunnableLayers`
+    layered = None  # engines take the target's layers from it; a head is no target
 
     def __init__(self, sizes: HeadSizes, *, all_tokens: bool):
         """all_tokens: without a draft vocabulary."""
@@ -109,7 +111,7 @@ class DraftHead(nn.Module, ABC):
     @property
     @abstractmethod
     def unpacked_weight(self) -> Tensor:
-        """A weight that keeps its layout when linear layers are packed."""
+        """A weight that no engine packs into another layout, so that it shows the head's device and dtype."""
 
     @property
     def device(self) -> torch.device:
@@ -124,8 +126,10 @@ class DraftHead(nn.Module, ABC):
         return ((self.cos, self.sin),)
 
     def reserve(self, position_count: int) -> None:
+        """Compute the rotary tables `cos` and `sin` for at least `position_count` positions."""
         if position_count <= len(self.cos):
             return
+        # The module reads only dtype and device of its first argument.
         cos, sin = self._rotary[0](torch.empty(1, dtype=torch.float32), torch.arange(position_count)[None])
         self.cos, self.sin = (table[0].to(self.device, self.dtype) for table in (cos, sin))
 
@@ -150,15 +154,14 @@ class DraftHead(nn.Module, ABC):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens [...] → their embeddings [..., H]."""
-        embedding: Tensor = (self.embed_tokens or self.shared_embedding[0])(tokens)
-        return embedding
+        return (self.embed_tokens or self.shared_embedding[0])(tokens)
 
     @abstractmethod
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """The output of the layers [..., H] → logits over the draft vocabulary [..., V_d]."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The same over the vocabulary [..., V], where other tokens have probability 0."""
+        """`draft_logits` over the vocabulary [..., V], where tokens outside the draft vocabulary have probability 0."""
         return self.spread(self.draft_logits(hidden))
 
     def spread(self, logits: Tensor) -> Tensor:
@@ -170,15 +173,14 @@ def _rotary_of(sizes: HeadSizes) -> LlamaRotaryEmbedding:
     """The module that computes rotary tables; its config's head_dim is the number of dimensions that rotate."""
     rope: dict[str, Any] = {name: value for name, value in sizes.rope.items() if name != "partial_rotary_factor"}
     try:
-        return LlamaRotaryEmbedding(
-            LlamaConfig(
-                hidden_size=sizes.heads * sizes.rotary_dim,
-                num_attention_heads=sizes.heads,
-                head_dim=sizes.rotary_dim,
-                max_position_embeddings=sizes.max_positions,
-                rope_parameters=rope,
-            )
+        config = LlamaConfig(
+            hidden_size=sizes.heads * sizes.rotary_dim,
+            num_attention_heads=sizes.heads,
+            head_dim=sizes.rotary_dim,
+            max_position_embeddings=sizes.max_positions,
+            rope_parameters=rope,
         )
+        return LlamaRotaryEmbedding(config)
     except Exception as error:  # any error of transformers for an unknown type, or one that lacks a parameter
         raise UserError(
             f"rope_parameters={sizes.rope}: describe no rotary embedding of transformers ({reason(error)}); correct "

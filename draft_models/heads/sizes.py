@@ -1,6 +1,7 @@
 """The sizes of a draft head, and the part of its reading that all kinds of heads share.
 
-A head on disk has the reading that its config.json declares, with the user's corrections (`apply_changes`).
+A reading says how a head's tensors are read. config.json declares it, and the user may correct it (`apply_changes`). An
+aux hidden state is a target's hidden state that a head reads at a boundary: i is the output of the first i layers.
 """
 
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from outrider.draft_models.targets.model_spec import RESCALING_ROPE, context_lim
 from outrider.draft_models.targets.settings import ReadingChanges
 
 AS_DECLARED = ReadingChanges()
-Shapes = Mapping[str, tuple[int, ...]]  # of the tensors in a file, by their names here
+Shapes = Mapping[str, tuple[int, ...]]  # of the tensors in a file, by their names in the module of the head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,7 @@ class HeadSizes(Settings):
     Raises `UserError` naming a field with an impossible value.
     """
 
-    taps: tuple[Annotated[int, Ge(0)], ...]  # aux layers: boundaries of the target's (see `LayerStack.run_with_aux`)
+    taps: tuple[Annotated[int, Ge(0)], ...]  # the boundaries of the target's layers that the head reads
     target_hidden: Count  # width of an aux hidden state
     hidden: Count
     intermediate: Count
@@ -103,7 +104,7 @@ def apply_changes(reading: Sizes, changes: ReadingChanges, target: PreTrainedCon
 
 
 def require_fitting_target(reading: HeadSizes, config: PreTrainedConfig, where: str) -> None:
-    """Raise `UserError` unless a head of this `reading` fits a target of `config`; where: as in "eagle3=PATH"."""
+    """Raise `UserError` unless a head of this `reading` fits a target of `config`; where: the option, "eagle3=PATH"."""
     for head_key, key, trained_size, target_size in (
         ("target_hidden_size", "hidden_size", reading.target_hidden, config.hidden_size),
         ("vocab_size", "vocab_size", reading.vocabulary, config.vocab_size),

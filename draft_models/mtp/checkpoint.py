@@ -1,4 +1,8 @@
-"""MTP heads on disk: opened strictly, in any spelling, and written back. Missing and unexpected tensors are errors."""
+"""MTP heads on disk: opened strictly, in any spelling, and written back. Missing and unexpected tensors are errors.
+
+A spelling is the names and the layout of a family's or an engine's files. A reading says how the tensors are read:
+sizes, rope, where norms are. "Here" means in this code base, in whose names and layout `MtpHead` has its tensors.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +29,7 @@ from outrider.draft_models.targets.tensor_files import find_file
 # The fields of config.json that state the number of MTP layers.
 DECLARED_BY = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 _QUERY, _GATE = (f"{LAYER}self_attn.{name}_proj" for name in ("q", "gate"))
+# Instructions in the README.md of a trained head; {…:option} stands for the value of an option.
 USE = """An MTP head: it drafts from the last hidden state of the target, and belongs to that target alone.
 
 Outrider, and a target without a head with this one, for servers:
@@ -64,8 +69,8 @@ def open_mtp(source: str, target: PreTrainedConfig, changes: ReadingChanges = AS
         declared = read_shapes(shapes, target, head.spelling)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
-    meta_tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    config_path = None if head.spelling == "gguf" else find_file(source, CONFIG_FILE, None)
+    meta_tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}  # to learn their shapes
+    config_path = None if head.spelling == "gguf" else find_file(source, CONFIG_FILE, revision=None)
     config = {} if config_path is None else read_mapping(config_path, "description of a model", "fetch it again")
     mtp_shapes = {name: tuple(tensor.shape) for name, tensor in arrange_tensors(declared, meta_tensors).items()}
     opened = StoredMtp(
@@ -79,7 +84,7 @@ def open_mtp(source: str, target: PreTrainedConfig, changes: ReadingChanges = AS
 
 
 def lost_head(source: str, target: PreTrainedConfig) -> str:
-    """What happened to an MTP head that the config `target` declares and the model in `source` lacks; "": nothing."""
+    """What happened to an MTP head that the config `target` declares and the model in `source` lacks; "": none."""
     layer_counts = {key: getattr(target.get_text_config(), key, None) for key in DECLARED_BY}
     declared = ", ".join(f"{key}={count}" for key, count in layer_counts.items() if count)
     if not declared or find_head(source) is not None:
@@ -98,7 +103,7 @@ def arrange_tensors(reading: MtpReading, tensors: Mapping[str, Tensor]) -> dict[
     """
     arranged = dict(tensors)
     if reading.hidden_first and "fc.weight" in arranged:
-        arranged["fc.weight"] = arranged["fc.weight"].roll(reading.hidden, 1)  # [H, 2 H]
+        arranged["fc.weight"] = arranged["fc.weight"].roll(reading.hidden, 1)  # [H, 2 H]: swaps the halves
     if reading.norm_offset:
         arranged |= {name: 1 + tensor for name, tensor in arranged.items() if "norm" in name}
     for kind in ("weight", "bias") if reading.output_gate else ():

@@ -1,7 +1,8 @@
 """An MTP head: a decoder layer on the projected pair of the target's last hidden state and the next token.
 
-Index t takes the target's hidden state at position t and token t + 1, and predicts token t + 2. A draft runs it as it
-runs an EAGLE-3 head, of which it is one with another input: fc joins embedding and feature before the layer.
+Index t takes the target's hidden state at position t and token t + 1, and predicts token t + 2. Drafting runs
+it like an EAGLE-3 head with another input: fc joins the token's embedding and the feature, which is the hidden state
+that the head reads, before the layer. `reading` says how the tensors are read: sizes, and which norms apply.
 """
 
 from typing import TYPE_CHECKING
@@ -29,7 +30,7 @@ class MtpHead(Eagle3):
             del self.lm_head
         self._target: list[LayerStack] = []  # in a list, so that its parameters do not become the head's
 
-    def _add_layers(self, reading: Reading) -> None:
+    def _add_layers(self, reading: Reading) -> None:  # in place of `Eagle3`'s; the other modules stay
         hidden_size = reading.hidden
         self.embedding_norm = LlamaRMSNorm(hidden_size, reading.epsilon)
         self.hidden_norm = LlamaRMSNorm(hidden_size, reading.epsilon)

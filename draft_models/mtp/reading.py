@@ -2,11 +2,11 @@
 
 The head is a decoder layer of the target's kind. Its sizes and its rope are the target's; the tensors show the rest.
 
-Families agree in the first step's feature, the target's hidden state after its final norm, and feed the head's output
-back after the head's own norm (vLLM's qwen3_next_mtp.py, mimo_mtp.py; deepseek_mtp.py since its pull request 45895;
-llama.cpp for Qwen since its 24025). vLLM's older DeepSeek and GLM have the feedback alone before the norm, llama.cpp's
-DeepSeek and GLM both. speculators trains on the hidden state before the norm. MiMo's fc reads [hidden state;
-embedding], the others' [embedding; hidden state].
+In most families the first step reads the target's hidden state after its final norm, and a later step the head's output
+after the head's own norm (vLLM's qwen3_next_mtp.py, mimo_mtp.py; deepseek_mtp.py since its pull request 45895;
+llama.cpp for Qwen since its 24025). In vLLM's older DeepSeek and GLM only the latter is taken before its norm, in
+llama.cpp's DeepSeek and GLM both are. speculators trains on the hidden state before the norm. MiMo's fc reads
+[hidden state; embedding], the others' [embedding; hidden state].
 """
 
 from dataclasses import dataclass
@@ -33,13 +33,13 @@ class MtpReading(Reading):
     hidden_first: bool = False  # fc reads [hidden state; embedding]
     target_norm: bool = True  # the target's final norm is applied to its hidden state
     norm_offset: bool = False  # the head's norms multiply by 1 + their weight
-    norm_output: bool = True
+    norm_output: bool = True  # the next step reads the head's output after the head's norm
     own_head: bool = False
-    eagle_only: ClassVar[tuple[str, ...]] = (
+    eagle_only: ClassVar[tuple[str, ...]] = (  # fields that only EAGLE-3 heads use
         "tap_norms", "joint_norm", "embedding_norm", "norm_before_residual", "final_norm", "draft_ids",
     )  # fmt: skip
 
-    def check_fields(self) -> None:
+    def check_fields(self) -> None:  # after those of `HeadSizes` and `Reading` (see `Settings`)
         require_defaults(self, self.eagle_only, "only EAGLE-3 heads are read with it")
         self.require("taps", len(self.taps) == 1, "one boundary")
 
@@ -47,7 +47,8 @@ class MtpReading(Reading):
 def read_shapes(shapes: Shapes, target: PreTrainedConfig, spelling: str) -> MtpReading:
     """The reading of a head of these `shapes`, by their names here, for a target of config `target`.
 
-    spelling: see `mtp.spellings`. Raises `UserError` if such a target has no such head.
+    spelling: how its files name tensors: "qwen", "mimo", "deepseek", "speculators" or "gguf". Raises `UserError` if
+    such a target has no such head.
     """
     config = target.get_text_config()
     rope = dict(getattr(config, "rope_parameters", None) or {})

@@ -6,7 +6,7 @@ deepseek     DeepSeek, GLM, in the target's directory, as one layer more: `model
 speculators  vllm-project/speculators, a directory of its own: `mtp_layers.0.`
 gguf         llama.cpp, as one block more: `blk.N.nextn.eh_proj`
 
-Names here are those of `mtp.model.MtpHead`, except that a file may have query and gate in one matrix.
+Names "here" are those of `mtp.model.MtpHead`, except that a file may have query and gate in one matrix.
 """
 
 import re
@@ -19,8 +19,6 @@ from outrider.draft_models.formats.gguf_model import NextnBlock
 from outrider.draft_models.targets.tensor_files import TensorFiles, open_tensors
 
 LAYER = "layers.0."
-
-
 # The names here by the stored names, after a prefix and without the ending; other tensors belong to the layer.
 _MIMO_NAMES = {
     "input_proj": "fc", "token_layernorm": "embedding_norm", "hidden_layernorm": "hidden_norm",
@@ -116,4 +114,4 @@ def _open_files(source: str) -> TensorFiles:
     block = NextnBlock(source, path)
     if block.file.metadata.get("general.architecture") == "llama":
         raise UserError(f"mtp={source}: general.architecture='llama': expected another, as its rows are moved")
-    return TensorFiles(source, None, dict.fromkeys(block.tensors(), source), (source, None), original=block)
+    return TensorFiles(source, None, dict.fromkeys(block.tensors(), source), location=(source, None), original=block)

@@ -1,8 +1,10 @@
 # mypy: allow-untyped-defs
 """Compiled parts of the n-gram table: packing, mixing and finding contexts; grouping and merging counts.
 
-A context of n−1 tokens is an integer of (n−1)·bits bits, the latest token lowest; its key is `mix` of it. In the
-signature of a compiled function `int` is an int64, `float` a float64.
+A context of n−1 tokens is packed into an integer of (n−1)·bits bits, the latest token lowest; its key is `mix` of the
+integer. The successors of a context are the tokens that followed it. A level is the n-grams of one order n: arrays
+sorted by key, and buckets, which say where the keys with the same top bits begin. In the signature of a compiled
+function `int` is an int64, `float` a float64.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,16 +27,14 @@ R = TypeVar("R")
 
 
 def lean(function: Function) -> Function:
-    """`function`, compiled without reference counting of arrays, which would take 40 % of the time of functions that
-    run every round. It cannot create arrays."""
+    """`function`, compiled without reference counting of arrays, so it cannot create arrays. Counting would take 40 %
+    of the time of functions that run in every draft."""
     return compile_function(function, counts_references=False)
 
 
 def compiled_for(function: Callable[P, R], arguments: Sequence[object]) -> Callable[P, R]:
-    """The numba `function` compiled for the types of these arguments.
-
-    It skips numba's type dispatch, which takes 15 µs per call with many arrays; it must not be called with other types.
-    """
+    """The numba `function` compiled for the types of these arguments. It skips numba's type dispatch, which takes 15 µs
+    per call with many arrays; it must not be called with other types."""
     assert isinstance(function, Dispatcher)
     return function.compile(tuple(map(typeof, arguments)))
 
@@ -54,6 +54,7 @@ def token_bits(vocabulary: int) -> int:
 
 
 def token_type(vocabulary: int) -> np.dtype:
+    """The smallest type of token ids below `vocabulary`."""
     return np.dtype(np.uint16 if vocabulary <= 2**16 else np.uint32)
 
 
@@ -74,8 +75,9 @@ class Grams(NamedTuple):
 
 
 class Grouped(NamedTuple):
-    """Contexts with their successors: keys uint64 [C] ascending, lengths and totals uint32 [C]; tokens and counts
-    uint32 [S], context by context, sorted by falling count, then by id."""
+    """C contexts with their successors: keys uint64 [C] ascending; lengths uint32 [C], the number of successors; totals
+    uint32 [C], the sum of their counts, left-out successors included; tokens and counts uint32 [S], context by context,
+    by falling count, then by id."""
 
     keys: np.ndarray
     lengths: np.ndarray
@@ -88,7 +90,7 @@ class Grouped(NamedTuple):
 def mix(packed: np.uint64, width: int) -> np.uint64:
     """A bijection on integers of `width` bits (1 to 63), uint64 → uint64, whose top bits depend on all of `packed`.
 
-    x ^= x >> h; x = x·A mod 2^width; twice; x ^= x >> h, with h = ⌈width/2⌉ and odd A.
+    x ^= x >> h; x = x·A mod 2^width; twice; x ^= x >> h, with h = ⌈width/2⌉ and odd A (splitmix64's two).
     """
     unit = np.uint64(1)
     bits = np.uint64(width)
@@ -114,7 +116,7 @@ def context_key(ids: np.ndarray, end: int, size: int, bits: int) -> np.uint64:
 
 @lean
 def find_key(buckets, shift, keys, key):
-    """Index of `key` in `keys`, or −1."""
+    """Index of `key` in `keys`, or −1. The keys of bucket b = key >> shift are keys[buckets[b] : buckets[b + 1]]."""
     bucket = np.int64(key >> np.uint64(shift))
     for i in range(np.int64(buckets[bucket]), min(np.int64(buckets[bucket + 1]), len(keys))):
         if keys[i] == key:
@@ -124,7 +126,8 @@ def find_key(buckets, shift, keys, key):
 
 @lean
 def successors_of(starts, tokens, index):
-    """Begin and end of the successors of context `index`, within `tokens` even if the file changed meanwhile."""
+    """Begin and end, in `tokens`, of the successors of context `index`; never beyond `tokens`, even if the mapped file
+    changed after it was checked."""
     successor_end = min(np.int64(starts[index + 1]), len(tokens))
     return min(np.int64(starts[index]), successor_end), successor_end
 
@@ -191,13 +194,13 @@ def context_grams(ids: np.ndarray, order: int, bits: int) -> tuple[np.ndarray, n
 def group_contexts(
     keys: np.ndarray, tokens: np.ndarray, counts: np.ndarray, min_count: int, max_successors: int
 ) -> tuple[np.ndarray, ...]:
-    """`Grams` → the fields of `Grouped`, without rare successors and without contexts that have only rare ones.
+    """`Grams` → the fields of `Grouped`, without successors of fewer than `min_count` and contexts of only such ones.
 
     Example: a context with the tokens 1, 2, 9 and counts 4, 7, 1 has, for min_count 2, the tokens 2, 1 and total 12.
     """
     n_keys = len(keys)
     out_keys, lengths, totals = np.empty(n_keys, np.uint64), np.empty(n_keys, np.uint32), np.empty(n_keys, np.uint32)
-    sort_keys = np.empty(n_keys, np.uint64)  # most frequent first, then the lowest token
+    sort_keys = np.empty(n_keys, np.uint64)  # (largest count − count, token): the most frequent first, then by id
     context_count, successor_count, group_begin = 0, 0, 0
     while group_begin < n_keys:
         end, count_sum, sort_end = group_begin, np.uint64(0), successor_count
@@ -226,7 +229,7 @@ def _sort(values: np.ndarray, begin: int, end: int) -> None:
     if end - begin > 24:
         values[begin:end].sort()
         return
-    for i in range(begin + 1, end):  # most contexts have few successors
+    for i in range(begin + 1, end):  # insertion sort: most contexts have few successors
         value, j = values[i], i
         while j > begin and values[j - 1] > value:
             values[j] = values[j - 1]
@@ -287,7 +290,7 @@ def merge_all(grams_list: Sequence[Grams]) -> Grams:
 
 
 def count_grams(document_grams: Sequence[tuple[np.ndarray, np.ndarray]]) -> Grams:
-    """(keys, tokens) of documents → `Grams`."""
+    """(keys, tokens) of each document's n-grams, by `context_grams` → `Grams`."""
     keys = np.concatenate([np.empty(0, np.uint64), *(keys for keys, _ in document_grams)])
     tokens = np.concatenate([np.empty(0, np.uint32), *(tokens for _, tokens in document_grams)])
     sort_order = np.lexsort((tokens, keys))

@@ -1,10 +1,12 @@
 # mypy: allow-untyped-defs
-"""Data that n-gram drafting learns while decoding, added to a read-only table: raised probabilities, a text index,
-and the target's likeliest tokens at every row that it verified, accepted or not.
+"""Data that n-gram drafting learns while decoding, added to a read-only n-gram table: raised probabilities, a text
+index, and the target's likeliest tokens after every token of a draft, accepted or not (`Recycled`).
 
 The first two are a `ContextMap`: contexts with weighted successors, in flat arrays for compiled code. In an `Overlay`
-a weight is a probability raised by ADED's Algorithm 2, which replaces the table's. In a `TextIndex` a weight counts how
-often a token followed a context of 1 to K tokens in the text so far, with older occurrences decayed.
+a weight is a probability raised by Algorithm 2 of ADED (arXiv 2407.12021), which replaces the table's. In a
+`TextIndex` a weight counts how often a token followed a context of 1 to K tokens in the text so far, with older
+occurrences decayed. A `Level` is the table's n-grams of one order. Functions under `lean` are compiled by numba, and
+create no arrays.
 """
 
 from typing import NamedTuple
@@ -15,8 +17,8 @@ from outrider.base.errors import UserError
 from outrider.draft_models.ngrams.kernels import context_key, find_key, lean, read_only, successors_of
 from outrider.draft_models.ngrams.table import Level, TrigramTable
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_LOAD = 2  # minimum slots per context
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # the factor of Fibonacci hashing
+_LOAD = 2  # minimum slots per context; a map has slots / `_LOAD` entries
 _SLOTS = 1 << 15  # of `Recycled`: 2.5 MB with eight tokens each
 # Records of a `ContextMap`.
 _SLOT = np.dtype([("key", np.uint64), ("sum", np.float64), ("head", np.int32), ("seen", np.int32)], align=True)
@@ -75,7 +77,7 @@ def _copy_contexts(contexts: ContextMap, larger: ContextMap) -> None:
 
 @lean
 def _unlink_entry(contexts: ContextMap, slot: int, token: int) -> int:
-    """Unlink the entry of `token` at `slot`; −1 if there is none."""
+    """Unlink the entry of `token` at `slot`; returns its index, −1 if there is none."""
     previous_index, entry_index = -1, contexts.slots[slot].head
     while entry_index >= 0 and contexts.entries[entry_index].token != token:
         previous_index, entry_index = entry_index, contexts.entries[entry_index].following
@@ -103,6 +105,7 @@ def _insert_entry(contexts: ContextMap, slot: int, entry: int) -> None:
 
 @lean
 def _new_entry(contexts: ContextMap, slot: int, key: np.uint64, token: int, weight: float) -> int:
+    """The index of a new entry, not linked yet; a free slot becomes that of context `key`."""
     if contexts.slots[slot].head < 0 and contexts.slots[slot].seen == 0:
         contexts.slots[slot].key = key
         contexts.used[0] += 1
@@ -110,9 +113,6 @@ def _new_entry(contexts: ContextMap, slot: int, key: np.uint64, token: int, weig
     contexts.used[1] += 1
     contexts.entries[entry_index].token, contexts.entries[entry_index].weight = token, weight
     return entry_index
-
-
-# ------------------------------------------------------------------------------------------------- ADED, Algorithm 2
 
 
 @lean
@@ -129,7 +129,7 @@ def table_probability(level: Level, key: np.uint64, token: int) -> float:
 
 @lean
 def adapt(contexts, level, ids, start, stop, vocabulary, increment, highest):
-    """Algorithm 2 over the n-grams that end at ids[start : stop]; n-grams with ids beyond the table are skipped."""
+    """ADED's Algorithm 2 over the n-grams that end at ids[start : stop], without those with ids ≥ `vocabulary`."""
     context_length = level.order - 1
     for position in range(max(start, context_length), stop):
         all_in_vocabulary = ids[position] < vocabulary
@@ -174,9 +174,6 @@ class Overlay:
         adapt(self.contexts, self.level, ids, start, stop, self.table.vocabulary, self.increment, self.highest)
 
 
-# ---------------------------------------------------------------------------------------------------- the text so far
-
-
 @lean
 def longer_key(key: np.uint64, token: int) -> np.uint64:
     """Key of a context with `token` prepended; the empty context has key 0. A 64-bit hash (splitmix64's finaliser)."""
@@ -208,11 +205,12 @@ def index_text(contexts: ContextMap, ids: np.ndarray, start: int, stop: int, lon
 
 
 class TextIndex:
-    """Counts of the successors of contexts of 1 to `longest` tokens in a text, times `decay` per new occurrence."""
+    """Counts of the successors of contexts of 1 to `longest` tokens in a text. A context's counts are multiplied by
+    `decay` at each of its later occurrences."""
 
     def __init__(self, longest: int = 6, decay: float = 0.7):
         self.longest, self.decay = longest, decay
-        self.contexts = new_map(1 << 14)
+        self.contexts = new_map(1 << 14)  # `learn` enlarges it
 
     def learn(self, ids: np.ndarray, start: int, stop: int) -> None:
         """Index ids[start : stop] (int64), which follow ids[:start]."""
@@ -220,15 +218,12 @@ class TextIndex:
         index_text(self.contexts, ids, start, stop, self.longest, self.decay)
 
 
-# --------------------------------------------------------------------------------------------------- recycled logits
-
-
 class Recycled(NamedTuple):
-    """The target's top-k rows by context, in a hash table of S = 2^b slots, or of one slot if nothing is recycled.
+    """The target's top k by context, in a hash table of S = 2^b slots, or of one slot if nothing is recycled.
 
-    A row's k most likely tokens and their probabilities are stored under the contexts of its last token and its last
-    two. Token Recycling (arXiv:2408.08696) does so for one token. A new row replaces the one stored under its context,
-    or under a context in the same slot: recent rows predict best.
+    A row is one token that the target read in a pass. The k most likely next tokens and their probabilities are stored
+    under the row's last 1 to `longest` tokens. Token Recycling (arXiv:2408.08696) does so for one token. A new row
+    replaces the row stored under its context, or under a context in the same slot: recent rows predict best.
 
     longest: maximum tokens of a context. keys: uint64 [S], the context's `longer_key`. seen: int32 [S], how many rows
     were stored for this context, 0 for a free slot. tokens: int32 [S, k], most likely first. probs: float32 [S, k].
@@ -242,7 +237,7 @@ class Recycled(NamedTuple):
 
 
 def new_recycled(longest: int, top_k: int, slot_count: int = _SLOTS) -> Recycled:
-    """An empty table of rows of `top_k` tokens; with 0 of them look-ups never find anything."""
+    """An empty table for `top_k` tokens of a row; with top_k = 0 look-ups never find anything."""
     capacity = slot_count if top_k else 1
     tokens, probs = np.zeros((capacity, max(1, top_k)), np.int32), np.zeros((capacity, max(1, top_k)), np.float32)
     return Recycled(longest if top_k else 0, np.zeros(capacity, np.uint64), np.zeros(capacity, np.int32), tokens, probs)
@@ -251,7 +246,7 @@ def new_recycled(longest: int, top_k: int, slot_count: int = _SLOTS) -> Recycled
 @lean
 def recycled_slot(recycled, key):
     """The slot of the context `key`."""
-    return np.int64(key >> np.uint64(40)) & (len(recycled.keys) - 1)
+    return np.int64(key >> np.uint64(40)) & (len(recycled.keys) - 1)  # of its top 24 bits
 
 
 @lean
@@ -270,8 +265,8 @@ def find_recycled(recycled: Recycled, recent: np.ndarray, text_length: int, slot
 def recycle(recycled, ids, stop, tokens, parents, rows, top_k):
     """Store the target's top-k after the root, ids[stop − 1], and after the nodes of its draft.
 
-    tokens, parents: int64 [n], the draft. rows: int64 [m], the rows that ran: 0 is the root, 1 + i node i.
-    top_k: float32 [m, 2k], k token ids and their probabilities. A row with non-finite numbers is skipped.
+    tokens, parents: int64 [n], the draft; parent −1: the root. rows: int64 [m], the rows that ran: 0 is the root, 1 + i
+    node i. top_k: float32 [m, 2k], k token ids and their probabilities. A row with non-finite numbers is skipped.
     """
     top_k_count = top_k.shape[1] // 2
     stored_count = min(top_k_count, recycled.tokens.shape[1])

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs
 """A suffix array over the corpus, for longest-suffix matches with contexts of up to 12 tokens.
 
-n-gram levels have contexts of at most three tokens, and only frequent successors. A suffix array lists every position
+The n-gram table has contexts of at most three tokens, and only frequent successors. A suffix array lists every position
 of the corpus, sorted by the tokens from there on. The occurrences of a context of any length are therefore adjacent,
 and two binary searches find them. Example: the documents "a b c" and "a b d" with the ids 0 to 3 are
 
@@ -14,7 +14,8 @@ successors.
 
 Positions are sorted by the first `REACH` tokens only, the longest context. The array takes 6 bytes a token if the
 vocabulary has fewer than 2^16 tokens, else 8. A draft calls `find_suffixes` once, and `count_successors` for each
-context length. `recent` are the text's last tokens, the latest first.
+context length. `recent` are the text's last tokens, the latest first. A position's suffix is the corpus from there on.
+Functions under `lean` are compiled by numba, and create no arrays.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,7 +26,7 @@ import numpy as np
 from outrider.base.errors import require
 from outrider.draft_models.ngrams.kernels import lean, token_bits, token_type
 
-LEAST, REACH = 4, 12  # minimum and maximum tokens of a context; n-gram levels have the shorter ones
+LEAST, REACH = 4, 12  # minimum and maximum tokens of a context; the n-gram table has the shorter contexts
 SAMPLE = 64  # occurrences of a frequent context that are sampled, evenly spread
 FEW = 2 * SAMPLE  # with fewer occurrences than this, all are read
 SORT_BYTES = 60  # memory of sorting, per token
@@ -45,7 +46,7 @@ class Suffixes(NamedTuple):
 
 
 class SuffixWorkspace(NamedTuple):
-    """Workspace for the occurrences of a text's last tokens.
+    """Arrays that look-ups fill, made once.
 
     first, number: int64 [REACH + 1]: for each context length, where its occurrences begin in `Suffixes.order`, and how
     many they are. near: int64 [2, FEW]: for each occurrence of a context with few occurrences, the next token, and how
@@ -77,7 +78,7 @@ def no_suffixes(vocabulary: int) -> Suffixes:
 
 
 def join_documents(documents: Iterable[Sequence[int] | np.ndarray], vocabulary: int) -> np.ndarray:
-    """`Suffixes.tokens` of documents."""
+    """`Suffixes.tokens` of documents, sequences of token ids."""
     dtype = token_type(vocabulary + 1)
     separator = np.array([vocabulary], dtype)
     token_arrays = [array for document in documents for array in (np.asarray(document, dtype), separator)]
@@ -87,8 +88,8 @@ def join_documents(documents: Iterable[Sequence[int] | np.ndarray], vocabulary: 
 def sort_suffixes(tokens: np.ndarray, vocabulary: int) -> Suffixes:
     """The suffix array of separated `tokens`, sorted in memory: `SORT_BYTES` per token.
 
-    The loop sorts by the next few tokens, as many as fit a key of 64 bits, all positions that are alike so far. begins
-    [T]: whether the tokens at order[i] so far differ from those at order[i − 1].
+    A step of the loop sorts positions whose first `sorted_depth` tokens are equal (a group) by the next few tokens, as
+    many as fit a key of 64 bits. starts_group [T]: whether the suffix at order[i] begins a group.
     """
     token_count, bits = len(tokens), token_bits(vocabulary + 1)
     require(token_count < 2**32, "suffixes", token_count, "fewer than 2^32 tokens: places are numbers of 32 bits")
@@ -114,7 +115,7 @@ def sort_suffixes(tokens: np.ndarray, vocabulary: int) -> Suffixes:
 
 
 def find_suffix_fault(suffixes: Suffixes, vocabulary: int) -> str:
-    """The reason why look-up would read outside the arrays, or ""."""
+    """The reason why compiled look-up, which checks no index, would read outside the arrays; "": there is none."""
     tokens, order, starts = suffixes
     expected = [(token_type(vocabulary + 1), len(tokens)), (np.uint32, len(tokens)), (np.uint32, vocabulary + 1)]
     if [(array.dtype, len(array)) for array in suffixes] != expected:
@@ -155,7 +156,7 @@ def find_occurrences(suffixes, recent, skip, size):
         return np.int64(0), np.int64(0)
     low, stop = np.int64(suffixes.starts[first_token]), np.int64(suffixes.starts[first_token + 1])
     high = stop
-    while low < high:  # search the begin
+    while low < high:  # binary search of the begin
         middle = (low + high) // 2
         if _compare_suffix(suffixes, np.int64(suffixes.order[middle]), recent, skip, size) < 0:
             low = middle + 1
@@ -167,7 +168,7 @@ def find_occurrences(suffixes, recent, skip, size):
     ):
         low, step = low + step, 2 * step  # bound the end by growing steps: most contexts have few occurrences
     high = min(low + step, stop)
-    while low < high:  # search the end
+    while low < high:  # binary search of the end
         middle = (low + high) // 2
         if _compare_suffix(suffixes, np.int64(suffixes.order[middle]), recent, skip, size) <= 0:
             low = middle + 1
@@ -190,7 +191,7 @@ def _find_bound(suffixes, low, high, distance, token):
 
 @lean
 def _find_shortest_occurrences(suffixes, recent, workspace):
-    """`find_occurrences` the last `LEAST` tokens, searched among those of all but the latest of these tokens."""
+    """`find_occurrences` of the last `LEAST` tokens, searched among the cached occurrences of all but the latest."""
     prefix_length, packed_prefix = LEAST - 1, np.int64(0)
     for recent_index in range(prefix_length, 0, -1):
         packed_prefix = (packed_prefix << 21) | recent[recent_index]  # all ids are below 2^21
@@ -200,7 +201,7 @@ def _find_shortest_occurrences(suffixes, recent, workspace):
         workspace.cache[slot, 0] = packed_prefix
     range_end, occurrence_count = workspace.cache[slot, 2], 0
     first_index = _find_bound(suffixes, workspace.cache[slot, 1], range_end, prefix_length, recent[0])
-    probe = first_index + FEW - 1
+    probe = first_index + FEW - 1  # if it is an occurrence too, there are at least `FEW`
     if probe < range_end and _token_at(suffixes, np.int64(suffixes.order[probe]) + prefix_length) == recent[0]:
         return first_index, _find_bound(suffixes, probe + 1, range_end, prefix_length, recent[0] + 1)
     while first_index + occurrence_count < range_end and (
@@ -212,11 +213,11 @@ def _find_shortest_occurrences(suffixes, recent, workspace):
 
 @lean
 def find_suffixes(suffixes, recent, text_length, workspace):
-    """(length of the longest suffix of the text in the corpus; context length from which on `workspace.near` is used).
+    """Look up the text's last tokens as contexts of each length. Returns (the length of the longest context in the
+    corpus, the context length from which on `workspace.near` is used).
 
-    The longest suffix has `LEAST` to `REACH` tokens, or `LEAST` − 1 if no such suffix is in the corpus. A context is
-    looked up for each length. Once a context has few occurrences, all of them are read to `workspace.near`, and longer
-    contexts are searched among them. text_length: of the text.
+    The first result is `LEAST` to `REACH`, or `LEAST` − 1: no such context. Once a context has fewer than `FEW`
+    occurrences, all of them are read to `workspace.near`, and longer contexts are searched among them.
     """
     vocab_size, max_length, context_length = len(suffixes.starts) - 1, 0, LEAST - 1
     while max_length < min(REACH, text_length) and recent[max_length] < vocab_size:

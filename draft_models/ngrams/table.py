@@ -1,4 +1,4 @@
-"""The n-gram table of ADED: successors and counts of contexts of 1 to 3 tokens, memory-mapped.
+"""The n-gram table of ADED (arXiv 2407.12021): successors and counts of contexts of 1 to 3 tokens, memory-mapped.
 
 P(w_n | w_1 … w_{n−1}) = C(w_1 … w_n) / C(w_1 … w_{n−1}). C(context) counts the occurrences of the context that a token
 follows in the same document. So the probabilities of a context sum to 1, or to less if rare successors were left out.
@@ -6,9 +6,9 @@ Example: "a b" was followed by c three times and by d once; then P(c | a b) = 3/
 
 A context is stored as one integer. Each token takes `token_bits` bits, as many as the vocabulary needs, the latest
 token lowest. Example: with a vocabulary of 1,000 a token takes 10 bits, and the context (3, 7) is 3 · 2^10 + 7. The
-context's key is `mix(packed, key_bits)` with key_bits = (n−1)·token_bits. That is a bijection on integers of that
-width: contexts have distinct, evenly spread keys, whose top bits index the buckets. All ids of a context are below
-`vocabulary`; the caller must check that before packing one.
+context's key is `mix(packed, key_bits)` with key_bits = (n−1)·token_bits, a bijection on integers of that width. So
+contexts have distinct, evenly spread keys, whose top bits index the buckets. All ids of a context must be below
+`vocabulary`.
 
 A directory with `table.safetensors` holds a table. Its arrays are those of each `Level`, named as "3.keys", and those
 of `Suffixes`, named as "suffixes.tokens"; its metadata are a `Header`. The file is written under another name first, so
@@ -46,7 +46,7 @@ Facts = dict[str, Any]  # of a table, see `TrigramTable`
 
 
 class Level(NamedTuple):
-    """The n-grams of one order. Memory-mapped arrays are read-only.
+    """The n-grams of one order n, in contexts of n − 1 tokens. Memory-mapped arrays are read-only.
 
     bits: of a token in a key. shift: key >> shift is the bucket of a key.
     buckets: uint32 [2^b + 1]. The contexts whose key begins with the b bits i are buckets[i] … buckets[i+1] − 1.
@@ -77,9 +77,8 @@ class Level(NamedTuple):
             if (array.dtype, len(array)) != expected:
                 return f"{array_name} are {len(array)} of {array.dtype}, expected {expected[1]} of {expected[0]}"
         arrays = (self.starts, self.totals, self.tokens, self.counts)
-        return kernels.FAULTS[
-            kernels.find_level_fault(self.buckets, self.shift, self.keys, self.key_bits, *arrays, vocabulary)
-        ]
+        fault = kernels.find_level_fault(self.buckets, self.shift, self.keys, self.key_bits, *arrays, vocabulary)
+        return kernels.FAULTS[fault]
 
     def grams(self) -> kernels.Grams:
         """All n-grams, in the order of (key, token)."""
@@ -90,7 +89,7 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True)
 class TrigramTable:
-    """n-gram levels by order, over token ids below `vocabulary`. tokenizer: its `vocabulary_digest`.
+    """n-gram levels by order, over token ids below `vocabulary`. tokenizer: a digest of the tokenizer's vocabulary.
 
     facts: the origin of the counts: tokens, documents, min_count, max_successors, corpus; for a merged table tokens,
     documents and `merged`, the facts of each table.
@@ -119,7 +118,8 @@ class TrigramTable:
         suffixes: bool = False,
     ) -> "TrigramTable":
         """Count documents (token ids each) in memory, without n-grams of fewer than `min_count` occurrences, and with
-        only the `max_successors` most frequent successors of a context (None: all)."""
+        only the `max_successors` most frequent successors of a context (None: all). corpus: recorded in `facts`.
+        suffixes: whether a suffix array is made too."""
         kernels.require_vocabulary(vocabulary)
         require(set(orders) <= set(ORDERS), "orders", tuple(orders), f"some of {ORDERS}")
         document_ids = [np.asarray(document, np.uint32) for document in documents]
@@ -129,9 +129,8 @@ class TrigramTable:
         levels = {}
         for order in sorted(orders):
             grams = kernels.count_grams([kernels.context_grams(document, order, bits) for document in document_ids])
-            levels[order] = make_level(
-                order, vocabulary, kernels.group_contexts(*grams, min_count, max_successors or vocabulary)
-            )
+            limits = min_count, max_successors or vocabulary
+            levels[order] = make_level(order, vocabulary, kernels.group_contexts(*grams, *limits))
         facts: Facts = {"tokens": sum(map(len, document_ids)), "documents": len(document_ids)}
         facts |= {"min_count": min_count, "max_successors": max_successors, "corpus": corpus}
         suffix_array = sort_suffixes(join_documents(document_ids, vocabulary), vocabulary) if suffixes else None
@@ -167,7 +166,7 @@ class TrigramTable:
     def save(self, folder: Path | str) -> None:
         """Write the table to a new directory, completely or not at all. Raises `UserError`.
 
-        Arrays that are mapped from files are not loaded by safetensors from 0.8 on.
+        safetensors from 0.8 on does not load arrays that are mapped from files.
         """
         table_dir, arrays = Path(folder), self.arrays
         require_no_table(table_dir)
@@ -185,7 +184,7 @@ class TrigramTable:
             shutil.rmtree(temp_dir, ignore_errors=True)
 
     def require_tokenizer(self, vocab_digest: str, option: str) -> None:
-        """Raise `UserError` unless the table was built with the vocabulary of this `vocabulary_digest`."""
+        """Raise `UserError` unless the table was built with the vocabulary of this digest. option: begins the error."""
         if vocab_digest != self.tokenizer:
             raise UserError(
                 f"{option}: the n-gram table was built with another tokenizer (vocabulary {self.tokenizer[:12]}, "
@@ -211,10 +210,8 @@ def make_level(order: int, vocabulary: int, grouped: Sequence[np.ndarray], start
     starts = np.empty(len(keys) + 1, array_types["starts"][0]) if starts is None else starts
     starts[0] = 0
     np.cumsum(successor_counts, dtype=starts.dtype, out=starts[1:])
-    buckets, tokens = (
-        np.zeros(array_types["buckets"][1], np.uint32),
-        tokens.astype(kernels.token_type(vocabulary), copy=False),
-    )
+    buckets = np.zeros(array_types["buckets"][1], np.uint32)
+    tokens = tokens.astype(kernels.token_type(vocabulary), copy=False)
     level = _join_level(order, kernels.token_bits(vocabulary), buckets, keys, starts, totals, tokens, counts)
     kernels.count_buckets(keys, level.shift, buckets)
     return level
@@ -277,8 +274,8 @@ def map_table(path: Path) -> tuple[Header, Arrays]:
         raise UserError(f"{file}: no readable n-gram table ({reason(error)}); {_AGAIN}") from None
     try:
         header = construct(Header, parse_json(metadata.get("ngrams", "")))
-        arrays, begin_byte = {}, 8 + int.from_bytes(file_bytes[:8], "little")
-        for name, dtype, shape in descriptions:  # safetensors leaves no gaps
+        arrays, begin_byte = {}, 8 + int.from_bytes(file_bytes[:8], "little")  # after the header
+        for name, dtype, shape in descriptions:  # by offset; safetensors leaves no gaps
             require(dtype in _TYPES and len(shape) == 1, name, (dtype, shape), f"one row of {', '.join(_TYPES)}")
             end_byte = begin_byte + _TYPES[dtype].itemsize * shape[0]
             arrays[name], begin_byte = file_bytes[begin_byte:end_byte].view(_TYPES[dtype]), end_byte

@@ -1,4 +1,7 @@
-"""A small causal LM as a drafter: any model that shares the target's vocabulary and can run a tree."""
+"""A small causal LM as a drafter: any model that shares the target's vocabulary and can run a tree of tokens.
+
+A draft vocabulary is the part of the target's tokens that a drafter has logits for; a file beside the weights lists it.
+"""
 
 from typing import Annotated
 
@@ -44,13 +47,14 @@ def load_small_lm(
 ) -> SmallLM:
     """The causal LM in `source` (local directory or Hub), frozen, for a target with `tokenizer`.
 
-    It runs layer by layer if the check at load shows equality, otherwise by its own forward. Layer by layer on a CPU,
-    quantised weights stay as they are stored. Its embedding may be padded to another size than the target's, but the
-    tokens must be the same. If they differ, a `UserError` names both sizes and the first differing token before weights
-    are read. Raises `UserError` too if it cannot run trees.
+    It runs layer by layer (`LayerStack`) if a check at load shows that this computes the same as its own forward, else
+    by its own forward (`WholeModel`). Layer by layer on a CPU, quantised weights stay as they are stored. Its embedding
+    may be padded to another size than the target's, but the tokens must be the same. If they differ, a `UserError`
+    names both sizes and the first differing token before weights are read. Raises `UserError` too if it cannot run
+    trees.
 
-    target: the config of the target whose hidden states PARD-2 projects; without them, or if they do not fit, the
-    projection is left out.
+    target: the config of the target, whose hidden states a PARD-2 model projects (see `pard2`); None, or if the target
+    does not fit: the projection is left out.
     """
     config = read_config(source, revision, role="small_lm")
     pard2, projection = projection_config(config), None
@@ -77,6 +81,7 @@ def load_small_lm(
 
 def pass_tokens_of(config: PreTrainedConfig) -> tuple[int | None, int | None]:
     """The config's `MASK_TOKEN` and `PASS_TOKENS`, None if missing. Raises `UserError` for impossible values."""
+    # A narrowed model has a draft vocabulary: its ids are the target's, and may exceed its own embedding.
     id_count = UNLIMITED if is_narrowed(config) else config.get_text_config().vocab_size
     value_type, option = Annotated[int, Ge(0), Lt(id_count)] | None, f"small_lm={config.name_or_path}"
     mask_id = construct(value_type, getattr(config, MASK_TOKEN, None), f"{option}: {MASK_TOKEN}")
@@ -85,22 +90,20 @@ def pass_tokens_of(config: PreTrainedConfig) -> tuple[int | None, int | None]:
 
 
 def last_id(lm: Target) -> int:
-    """The highest id that `lm` can read; no limit with a draft vocabulary, where all other tokens share a row."""
+    """The highest id that `lm` can read; no limit with a draft vocabulary: all other tokens share an embedding row."""
     return UNLIMITED if lm.predicted is not None else lm.config.vocab_size - 1
 
 
 def load_for_engine(
     source: str, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype | str, padded_rows: int | None
 ) -> PreTrainedModel:
-    """The causal LM in `source` as engines load it: a draft vocabulary is widened to the target's.
-
-    padded_rows: size of the target's embedding, to pad it to; None: unknown. Raises `UserError` if it cannot be loaded.
-    """
+    """The causal LM in `source` as engines load it: a draft vocabulary is widened to the target's. padded_rows: size of
+    the target's embedding, to pad it to; None: unknown. Raises `UserError` if it cannot be loaded."""
     config = read_config(source, role="small_lm")
     if projection_config(config) is not None:
         raise UserError(f"small_lm={source}: PARD-2, which `outrider export` cannot write; give an engine its files")
-    model = load_causal_lm(source, None, role="small_lm", dtype=dtype)
-    if (vocabulary := read_draft_vocabulary(source, None, config)) is not None:
+    model = load_causal_lm(source, revision=None, role="small_lm", dtype=dtype)
+    if (vocabulary := read_draft_vocabulary(source, revision=None, config=config)) is not None:
         widen(model, vocabulary, special_tokens(tokenizer))
     if padded_rows is not None:
         fit_rows(model, padded_rows, special_tokens(tokenizer))
@@ -117,8 +120,8 @@ def load_whole_model(
 
     lm = load(torch.float32)  # in 16 bits the check could not distinguish rounding from an error
     try:
-        require_all_kept(config)
-        prove_rows(lm)
+        require_all_kept(config)  # every layer keeps every key and value
+        prove_rows(lm)  # each path of a tree gets the same logits as alone
     except UserError as error:
         refusal = f"small_lm={source}: architecture {config.model_type!r} cannot draft trees"
         raise UserError(f"{refusal}: {error}. Use a drafter of another architecture") from None
@@ -135,7 +138,7 @@ def require_same_vocabulary(drafter: PreTrainedTokenizerBase, target: PreTrained
         for token in drafter_ids.keys() | target_ids.keys()
         if drafter_ids.get(token) != target_ids.get(token)
     )
-    _, token = conflicts[0]
+    _, token = conflicts[0]  # by the target's id, else the drafter's
     raise UserError(
         f"small_lm={drafter.name_or_path}: its vocabulary ({len(drafter_ids)} tokens) is not the target's "
         f"({target.name_or_path}: {len(target_ids)} tokens); {len(conflicts)} tokens differ, first {token!r}: drafter "
@@ -159,7 +162,7 @@ WHAT = "An ordinary causal LM with the target's tokenizer."
 
 
 def describe_use(tokens_per_pass: int) -> str:
-    """Instructions for a drafter of all tokens that drafts so many in one pass, 0: one."""
+    """Instructions for a drafter of all tokens that drafts so many in one pass; 0: one, and 5 in a draft."""
     return f"""{WHAT}
 
 Outrider:

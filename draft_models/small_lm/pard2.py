@@ -6,9 +6,11 @@ The layout is that of AMD-AGI/PARD (commit 6f279bf): an ordinary causal LM with 
     embedding(token at t) + pard2_scale · target_proj(states at t − 1)
 
 The states at a position are hidden states of the target, side by side in the order of `pard2_target_layers`. Before the
-first token they are 0. A mask has the states of its pass's root. The numbers in `pard2_target_layers` are indices of
+first token they are 0. A mask token, in whose place a token is drafted in the same pass, has the states of the pass's
+last token of the text. The numbers in `pard2_target_layers` are indices of
 transformers' `hidden_states`: 0 is the embedding, i the output of layer i − 1, and the last one (−1) the output of the
-final norm. Training leaves the projection out for some texts, so the LM also drafts without it.
+final norm. Training leaves the projection out for some texts, so the LM also drafts without it. Shapes: B texts, n
+positions, d the width of the LM, H_t of the target, k layers.
 """
 
 from dataclasses import dataclass, fields
@@ -43,11 +45,11 @@ class ProjectionConfig(Settings):
         """
         layer_count = target.num_hidden_layers
         boundaries = tuple(layer if layer >= 0 else layer_count + 1 + layer for layer in self.pard2_target_layers)
-        is_valid = len({*boundaries} & {*range(layer_count + 1)}) == len(boundaries)
+        is_valid = len({*boundaries} & {*range(layer_count + 1)}) == len(boundaries)  # distinct, and in range
         return boundaries if is_valid and len(boundaries) * target.hidden_size == self.pard2_target_dim else None
 
 
-CONFIG_KEYS = ("pard2", "spd_type", *(field.name for field in fields(ProjectionConfig)))
+CONFIG_KEYS = ("pard2", "spd_type", *(field.name for field in fields(ProjectionConfig)))  # two marks, and its fields
 
 
 def projection_config(config: PreTrainedConfig) -> ProjectionConfig | None:
@@ -89,8 +91,7 @@ class TargetProjection(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """states [B, n, k · H_t] → what is added to the embeddings [B, n, d]."""
-        projected: Tensor = self.target_proj(states)
-        return projected * self.scale
+        return self.target_proj(states) * self.scale
 
 
 class Pard2(LayerStack):
@@ -109,8 +110,8 @@ class Pard2(LayerStack):
 def read_projection(
     files: TensorFiles, config: ProjectionConfig, hidden_size: int, dtype: torch.dtype, device: torch.device | str
 ) -> dict[str, Tensor]:
-    """The tensors of the projection to embeddings [width]. Raises `UserError` if one is missing or does not fit."""
-    names = [f"{PROJECTION}weight", f"{PROJECTION}bias"][: 1 + config.pard2_proj_bias]
+    """The projection's tensors, for embeddings [hidden_size]. Raises `UserError` if one is missing or does not fit."""
+    names = [f"{PROJECTION}weight", f"{PROJECTION}bias"][: 1 + config.pard2_proj_bias]  # no bias: the first name only
     is_in_model = names[0] in files.file_of
     path = None if is_in_model else find_file(files.source, PROJECTION_FILE, files.revision)
     stored_tensors = dict(files.open_stored(names)) if is_in_model else {} if path is None else open_pickled(path)

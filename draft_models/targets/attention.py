@@ -1,4 +1,9 @@
-"""Attention for every pass of this toolkit: grouped key/value heads are never repeated, masks are explicit."""
+"""Attention for every pass of this toolkit: grouped key/value heads are never repeated, masks are explicit.
+
+A mask is a tensor, or one of two kinds that are never made as a whole. A `Band` is causal: query i of a row sees the
+keys first_keys[i] to i, and its `blocks` (see `QueryBlock`) say which queries become one tensor mask at a time.
+`TextMasks` are the masks of a pass over the tokens of several texts, each of which sees the keys of its own text only.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +24,7 @@ from outrider.draft_models.targets.target import Band, Mask, QueryBlock, TextMas
 
 ATTENTION = "outrider"  # the name under which transformers' layers find `grouped_attention`
 # For the few queries of a decoding pass: PyTorch's fused attention, or its two products and the softmax separately.
-# Fused kernels with a mask process all keys of a head on one SM of a GPU, which leaves most SMs idle here.
+# Fused kernels with a mask process all keys of a head on one SM of a GPU, so few queries leave most SMs idle.
 KERNELS = ("fused", "products")
 # A kernel of an engine: queries [1, H, Q, D], contiguous, keys and values [1, G, K, D], an additive mask [1, 1, Q, K]
 # and the scale of the scores → [1, Q, H, D].
@@ -29,7 +34,7 @@ _kernel: str | Kernel = "fused"
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """The kernel, one of `kernels_on` the device, that was fastest when `width` rows see `keys` cache positions.
+    """The kernel, of those that run on the device, that was fastest when `width` queries see `keys` cache positions.
 
     heads, key_heads, head_dim: of the attention to which this applies.
     """
@@ -71,9 +76,9 @@ def grouped_attention(
 ) -> tuple[Tensor, None]:
     """Scaled dot-product attention, called by transformers' attention modules.
 
-    query [B, H, Q, D]; key, value [B, H/G, K, D]. attention_mask is one of: bool [B or 1, 1, Q, K] with True = attend;
-    the same as an additive mask; a `Band`, if Q = K except for its front; `TextMasks`; None. It returns the
-    output [B, Q, H, D] and None.
+    query [B, H, Q, D]; key, value [B, G, K, D] of G key heads. attention_mask is one of: bool [B or 1, 1, Q, K] with
+    True = attend; the same as an additive mask; a `Band`, for which K = Q + `Band.extra_keys`; `TextMasks`; None.
+    Returns the output [B, Q, H, D] and None.
 
     softcap: scores become softcap · tanh(score / softcap) (Gemma 2). s_aux [H]: the score of an attention sink, which
     takes part in the softmax and has no value (gpt-oss).
@@ -109,19 +114,19 @@ def _attend_to_cache(
 ) -> Tensor:
     """`grouped_attention` of queries with a mask, or of a single query, by the kernel in use: [B, Q, H, D].
 
-    G query heads share a key head. They are concatenated along the query axis, so keys and values are read once and
+    H/G query heads share a key head. They are concatenated along the query axis, so keys and values are read once and
     never copied.
     """
     batch, query_heads, q_len, head_dim = query.shape
     key_heads, kv_len = key.shape[1], key.shape[2]
     heads_per_key = query_heads // key_heads
-    fits_kernel = (batch, value.shape[3]) == (1, head_dim) and not dropout
+    fits_kernel = (batch, value.shape[3]) == (1, head_dim) and not dropout  # what a `Kernel` takes
     if callable(_kernel) and mask is not None and fits_kernel:
         scale = scaling if scaling is not None else head_dim**-0.5
         return _kernel(query.contiguous(), key, value, mask, scale)
     if heads_per_key > 1:
         query = query.reshape(batch, key_heads, heads_per_key * q_len, head_dim)
-        if mask is not None and q_len > 1:
+        if mask is not None and q_len > 1:  # the mask of one query broadcasts
             mask_batch = mask.shape[0]
             mask = mask.expand(mask_batch, heads_per_key, q_len, kv_len).reshape(mask_batch, 1, -1, kv_len)
     attend = _attend_by_products if _kernel == "products" and not dropout else F.scaled_dot_product_attention
@@ -134,6 +139,7 @@ def _attend_by_texts(
 ) -> Tensor:
     """`grouped_attention` of each text's queries over its own keys: [1, ΣQ, H, D].
 
+    texts.entries: the keys and values of all new rows, as the cache returned them, then those of each text's cache.
     Raises `KeysChangedError` if key or value is not what the cache returned.
     """
     (joint_key, joint_value), *text_entries = texts.entries
@@ -157,7 +163,7 @@ def _attend_by_blocks(module: object, query: Tensor, key: Tensor, value: Tensor,
 def _attend_alike_rows(module: object, query: Tensor, key: Tensor, value: Tensor, band: Band, **options: Any) -> Tensor:
     """`_attend_by_blocks` of rows with the same blocks, one block of queries after another.
 
-    Does not keep the masks over more than `BLOCK` keys for the backward pass, which recomputes them. Keys and values
+    Masks over more than `BLOCK` keys are not kept for the backward pass, which recomputes them. Keys and values
     are split at the ends of all ranges, since the gradient of a slice is as long as the tensor that it is cut from.
     Example: blocks that see the keys 0 to 2 and 1 to 4 join the pieces 0, 1 to 2, and 3 to 4.
     """
@@ -181,14 +187,16 @@ def _attend_alike_rows(module: object, query: Tensor, key: Tensor, value: Tensor
 
 
 def _key_ranges(block: QueryBlock, front: int) -> list[tuple[int, int]]:
-    """The ranges of keys that a block of queries sees, counted from the first of the `front` further keys. An empty one
-    is left out: it may lie beyond the keys, which may be fewer than the queries."""
+    """The ranges (begin, end) of keys that a block of queries sees, counted from the first of the `front` extra keys.
+
+    An empty range is left out: it may lie beyond the keys, which may be fewer than the queries.
+    """
     ranges = (block.first_key, block.key_end), (block.second_key, block.end)
     return [(0, front), *((front + begin, front + end) for begin, end in ranges if begin < end)]
 
 
 def _join_ranges(pieces: Sequence[Tensor], ranges: Sequence[tuple[int, int]]) -> Tensor:
-    """The positions in `ranges` of a tensor [B, H, K, D], which is split along K into `pieces`, also at all ends of
+    """The positions in `ranges` of a tensor [B, H, K, D], which is split along K into `pieces`, at least at all ends of
     `ranges`."""
     piece_ends = [*zip(pieces, accumulate(piece.shape[2] for piece in pieces), strict=True)]  # each piece and its end
     return torch.cat([piece for start, stop in ranges for piece, end in piece_ends if start < end <= stop], 2)
@@ -255,9 +263,9 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)  # so that the model's own
 
 
 def leave_out_cudnn() -> None:
-    """Turn cuDNN's attention off in this process, for every model: the target's own forward is a reference too.
+    """Turn cuDNN's attention off in this process, for every model: results are compared with the target's own forward.
 
-    PyTorch prefers it on Hopper and Blackwell. It builds a plan for every new length of text, which takes tens of
+    PyTorch prefers cuDNN's on Hopper and Blackwell. It builds a plan for every new length of text, which takes tens of
     milliseconds per decoded token, and it was wrong or NaN for some masks (pytorch #169849, #193893, #196678).
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -294,7 +302,7 @@ def packed_band(document_ids: Tensor, window: int | None = None, *, band_class: 
     """The mask of packed rows: causal, and only inside one document.
 
     document_ids [B, T]: the document number of each position, −1 for padding; documents must be contiguous. Padding
-    sees padding, so that no softmax row is empty.
+    sees padding, so that no softmax row is empty. window: in tokens. band_class: `Band`, or one with another `BLOCK`.
 
     On a CPU its blocks end where documents do. A GPU prefers few blocks, of all rows.
     """

@@ -1,6 +1,7 @@
 """Layers whose weights stay as they are stored: codes of 4 to 8 bits with a scale for each group of inputs.
 
 Their outputs are those of the decoded weights. An engine may multiply by the codes themselves (`engines.cpu.by_codes`).
+`CodedRows` are the rows of a weight as a file has them; `decode` makes floats of them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,9 +15,9 @@ from transformers import PreTrainedModel
 if TYPE_CHECKING:
     from outrider.draft_models.formats.gguf_codes import CodedRows
 
-BLOCK = 2**22  # bytes of weights that are decoded at a time: they stay in a cache until they are multiplied
-ROUNDED = 32  # inputs that are rounded with one scale
-LARGEST_BYTE, LEAST = 127.0, 1e-30  # inputs of less than `LEAST` are rounded to 0
+BLOCK = 2**22  # bytes of weights that are decoded at a time: they stay in the CPU's cache until they are multiplied
+ROUNDED = 32  # inputs that are rounded with one scale, as the kernels of `engines.cpu.by_codes` read them
+LARGEST_BYTE, LEAST = 127.0, 1e-30  # of rounded inputs; groups of inputs below `LEAST` are rounded to 0
 
 
 class CodedLinear(nn.Module):
@@ -42,7 +43,7 @@ class CodedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] → [..., out]. Weights are decoded a block of rows at a time, and multiplied in float32."""
-        block_rows = max(1, BLOCK // (4 * self.in_features))
+        block_rows = max(1, BLOCK // (4 * self.in_features))  # 4 bytes a float32
         wide_inputs = as_multiplied(x)
         outputs = [
             F.linear(wide_inputs, coded_rows.decode(row_begin, row_begin + block_rows).to(wide_inputs))
@@ -54,7 +55,8 @@ class CodedLinear(nn.Module):
 
 
 def as_multiplied(x: Tensor) -> Tensor:
-    """x [..., in] as products with codes read it, in float32 or float64: bfloat16s rounded to bytes if that is fast."""
+    """x [..., in] as products with codes read it, in float32 or float64. bfloat16s are rounded to integers of 8 bits
+    where the CPU multiplies these fast, as engines do there."""
     if x.dtype == torch.bfloat16 and x.device.type == "cpu" and torch.cpu._is_vnni_supported():
         return round_to_bytes(x.float())
     return x if x.dtype == torch.float64 else x.float()
@@ -72,7 +74,7 @@ def round_to_bytes(x: Tensor) -> Tensor:
 
 
 class CodedEmbedding(nn.Module):
-    """An embedding whose rows stay as they are stored; its outputs have the dtype of `like`."""
+    """An embedding, with `nn.Embedding`'s attributes, of rows as they are stored; outputs have the dtype of `like`."""
 
     like: Tensor  # as in `CodedLinear`
 
@@ -96,7 +98,7 @@ def keep_codes(
     """
     unread_names, modules = dict(name_of), dict(model.named_modules())
     head, embed = model.get_output_embeddings(), model.get_input_embeddings()
-    is_tied = model.config.tie_word_embeddings
+    is_tied = model.config.tie_word_embeddings  # then the embedding can be coded only if the head can be, too
     head_takes_rows = is_tied and type(head) is nn.Linear
     embedding_takes_rows = type(embed) is nn.Embedding and (head_takes_rows or not is_tied)
     for name, stored_name in name_of.items():
@@ -113,6 +115,6 @@ def keep_codes(
             if head_takes_rows:
                 model.set_output_embeddings(CodedLinear([coded_rows], head.bias, dtype))
                 model.config.tie_word_embeddings = False
-                model.all_tied_weights_keys = {}
+                model.all_tied_weights_keys = {}  # transformers' record of tied weights
         del unread_names[name]
     return unread_names

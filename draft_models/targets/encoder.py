@@ -17,11 +17,11 @@ class Encoder(NamedTuple):
     """A tokenizer, with its special ids if it has them."""
 
     encode: Callable[[list[str]], Sequence[Sequence[int]]]  # texts → ids without special tokens
-    pieces: dict[str, int]  # their ids
+    pieces: dict[str, int]  # token → id
     eos: int | None
     digest: str  # of everything that determines the ids
     bos: int | None = None
-    rows: int | None = None  # of the model's embedding, if there is a model and they are fewer than the tokenizer's ids
+    rows: int | None = None  # of the model's embedding, if there is a model with fewer rows than the tokenizer has ids
 
     @property
     def vocabulary(self) -> int:
@@ -42,11 +42,11 @@ def open_encoder(source: str, revision: str | None = None) -> Encoder:
 
     def encode(texts: list[str]) -> list[list[int]]:
         options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-        ids: list[list[int]] = tokenizer(texts, **options)["input_ids"]
-        return ids
+        return tokenizer(texts, **options)["input_ids"]
 
     eos, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
     encoder = Encoder(encode, tokenizer.get_vocab(), eos, tokenizer_digest(tokenizer), bos)
+    # A file is GGUF here, which has no config.json.
     row_count = None if os.path.isfile(source) else open_target.embedding_rows_in(source, revision)
     return encoder if row_count is None or row_count >= encoder.vocabulary else encoder._replace(rows=row_count)
 
@@ -62,8 +62,7 @@ def _open_sentencepiece(source: str) -> Encoder:
         raise UserError(f"tokenizer={source}: not a SentencePiece model; expected {_EXPECTED}") from None
 
     def encode(texts: list[str]) -> list[list[int]]:
-        ids: list[list[int]] = processor.encode(texts, out_type=int, num_threads=1)
-        return ids
+        return processor.encode(texts, out_type=int, num_threads=1)
 
     id_by_piece = {processor.id_to_piece(i): i for i in range(processor.get_piece_size())}
     eos, bos = (special_id if special_id >= 0 else None for special_id in (processor.eos_id(), processor.bos_id()))

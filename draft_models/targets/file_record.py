@@ -18,11 +18,12 @@ from outrider.draft_models.formats.convert import cache_folder, stamp_of
 from outrider.draft_models.targets.tensor_files import TensorFiles
 
 SMALLEST = 2**29  # bytes of files that are worth a record
+# Of this package's code: a record that other code wrote has another name, and is not read.
 _CODE_CRC = zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parents[1].glob("*/*.py"))))
 
 
 class FileRecord:
-    """The record of a fact about the model in `files`. conditions: what else the fact depends on, and its name.
+    """The record of a fact about the model in `files`. conditions: the fact's name, and what else it depends on.
 
     Files are identified by path, size and time. A model of less than `SMALLEST` bytes has no record. A model some of
     whose files are not on this machine has none either.

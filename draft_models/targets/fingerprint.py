@@ -30,11 +30,11 @@ NOT_DECIDING = {
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The identity of a drafter's target. All fields except `target` and `revision` must match to load the drafter.
+    """The identity of a drafter's target. All fields except `target` (a path or Hub name) and `revision` must match.
 
-    weights: digest of a few rows of the first and the last layer. tokenizer, chat_template: digests. config: the fields
-    of config.json that affect logits. tensors: digests of a sample of every tensor, by part of the model (see
-    `TensorFiles.digests`), except parts that were not on the machine.
+    weights: digest of a few rows of the first and the last layer and of the tensors outside layers. tokenizer,
+    chat_template: digests. config: the fields of config.json that affect logits. tensors: digests of a sample of every
+    tensor, by part of the model (see `TensorFiles.digests`), except parts that were not on the machine.
     """
 
     target: str
@@ -50,14 +50,14 @@ class Fingerprint:
     tensors: dict[str, str]
 
     def differences(self, target: "Fingerprint") -> list[str]:
-        """Descriptions of the fields, except the path, in which `target` differs from the drafter's."""
+        """Descriptions of the fields, except path and revision, in which `target` differs from the drafter's."""
         drafter_fields, target_fields = dataclasses.asdict(self), dataclasses.asdict(target)
         descriptions = [
             f"{field_name}: drafter {value!r}, target {target_fields[field_name]!r}"
             for field_name, value in drafter_fields.items()
             if field_name not in ("target", "revision", "config", "tensors") and value != target_fields[field_name]
         ]
-        return descriptions + model_differences(drafter_fields, target_fields)
+        return descriptions + model_differences(drafter_fields, target_fields)  # of config and tensors
 
 
 def require_text_alone(config: PreTrainedConfig) -> None:
@@ -67,6 +67,7 @@ def require_text_alone(config: PreTrainedConfig) -> None:
 
 
 def why_not_text_alone(config: PreTrainedConfig) -> str | None:
+    """The reason why the model is more than a text model; None if it is not."""
     is_part = config.get_text_config() is not config
     why = f"a {config.model_type} model has other parts than text; give its text model alone, as a directory"
     return why if is_part else None
@@ -96,8 +97,8 @@ def fingerprint_target(
 
 
 def model_identity(files: TensorFiles, *, fetch: bool = True) -> dict[str, Any]:
-    """{"config", "tensors"}, JSON-able, equal for the same model anywhere: `deciding_config` and a sample of every
-    tensor by part of the model (see `TensorFiles.digests`)."""
+    """{"config", "tensors"}, JSON-able, equal for the same model anywhere: `deciding_config` and digests of a sample
+    of every tensor, by part of the model (see `TensorFiles.digests`)."""
     config = deciding_config(files.source, files.revision)
     return {"config": config, "tensors": files.digests(files.file_of, fetch=fetch)}
 

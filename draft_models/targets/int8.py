@@ -1,6 +1,6 @@
-"""The int8 model of a target: the weight of every linear layer as integers up to ±127, with one scale per row.
+"""The int8 model of a target: the weight of every linear layer as integers up to ±127 (codes), with one scale per row.
 
-It is a different target from the original. Decoding with `dtype=int8` uses it in every method. Activations, norms,
+It is a different target from the original, and every method decodes with it under `dtype=int8`. Activations, norms,
 biases and embeddings stay floats. The scheme is the usual one of weight-only quantisation: symmetric, per output row,
 round to nearest (called vector-wise in LLM.int8(), arXiv 2208.07339, section 2).
 """
@@ -20,11 +20,10 @@ BLOCK = 2**24  # bytes of codes converted to floats at a time: small enough for 
 class Int8Linear(nn.Module):
     """A linear layer without gradient: output i is scale[i] · Σ_j codes[i, j] · x[j], plus bias[i].
 
-    codes: int8 [out, in]. scale: [out], in the dtype it computes in. bias: [out] or None.
+    codes: int8 [out, in]. scale: [out], in the dtype of activations. bias: [out] or None.
 
     The scale is applied to the sum. A product of code and scale would be rounded to 16 bits again, which would change
-    the weights. The codes themselves are exact in bfloat16. An `x` of another dtype is multiplied in that dtype, as
-    `inference.measure.lossless.precise` needs.
+    the weights. The codes themselves are exact in bfloat16. An `x` of another dtype is multiplied in that dtype.
     """
 
     codes: Tensor
@@ -51,7 +50,7 @@ class Int8Linear(nn.Module):
         return apply_scale(product, self.scale.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
-Linear = nn.Linear | Int8Linear | CodedLinear  # a linear layer of a loaded model, before it gets another layout
+Linear = nn.Linear | Int8Linear | CodedLinear  # a layer of a loaded model, before `engines.packing` changes its layout
 
 
 def apply_scale(product: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -60,10 +59,8 @@ def apply_scale(product: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def quantise_rows(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes int8 [out, in] and scale [out] in `dtype` of a finite weight [out, in].
-
-    The codes are the nearest ones for the scale as stored, so that rounding of the scale adds nothing to their error.
-    """
+    """Codes int8 [out, in] and scale [out] in `dtype` of a finite weight [out, in]. The codes are the nearest ones for
+    the scale as stored, so that rounding of the scale adds nothing to their error."""
     weight = weight.detach().float()
     scale = (weight.abs().amax(1) / LARGEST).to(dtype)
     scale = torch.where(scale > 0, scale, 1)  # a row of zeros
@@ -72,7 +69,7 @@ def quantise_rows(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def quantise(model: nn.Module, dtype: torch.dtype, label: str) -> None:
-    """Convert a frozen `model` in place to its int8 model, which computes in `dtype`. label: its option and value.
+    """Convert a frozen `model` in place to its int8 model, which computes in `dtype`. label: begins errors.
 
     The head is quantised like the other layers, even if it is tied to the embedding: in a small model it is a fifth of
     the bytes read per token. The embedding stays in floats, since a token reads only one row of it.
@@ -118,7 +115,7 @@ def require_linear(model: nn.Module, label: str) -> None:
 def int8_bytes(model: nn.Module, itemsize: int) -> int:
     """The bytes of the int8 model of `model`, which may be on meta; other weights take `itemsize` bytes per number."""
     linears = [module for module in model.modules() if type(module) is nn.Linear]
-    code_bytes = sum(linear.weight.numel() + itemsize * linear.out_features for linear in linears)
-    embedding_ids = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}  # floats, if also a head
+    code_bytes = sum(linear.weight.numel() + itemsize * linear.out_features for linear in linears)  # codes, scales
+    embedding_ids = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}  # floats, even if tied
     linear_ids = {id(linear.weight) for linear in linears} - embedding_ids
     return code_bytes + itemsize * sum(weight.numel() for weight in model.parameters() if id(weight) not in linear_ids)

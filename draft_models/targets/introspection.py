@@ -1,4 +1,5 @@
-"""Introspection: the structure of a causal LM, found by tracing its forward over probes in place of decoder layers.
+"""Introspection: the structure of a causal LM (`ModelSpec`), found by tracing its forward over probes in place of
+decoder layers, so that `LayerStack` can run the layers one by one.
 
 A transformers forward embeds the text, calls the decoder layers in order, and applies a final norm. Here the layers are
 replaced by probes that record their arguments. The trace shows, without a list of names, where the parts are, which
@@ -26,7 +27,7 @@ WINDOW = 3  # size of a sliding window while masks are traced
 
 
 class _ProbeLayer(nn.Module):
-    """Replaces a layer: records its arguments, and returns its input."""
+    """Replaces a layer: adds its arguments to `notes`, and returns its input."""
 
     def __init__(self, layer: nn.Module, notes: list[dict[str, object]]):
         super().__init__()
@@ -73,7 +74,7 @@ def find_layers(model: PreTrainedModel) -> str:
 
 
 def trace_forward(model: PreTrainedModel, **options: object) -> _Trace:
-    """Trace the forward of the module that holds the layers, on `_trace_arguments`, in part replaced by `options`."""
+    """Trace the forward of the module that holds the layers. options: replace arguments of `_trace_arguments`."""
     base_name, _, list_attribute = find_layers(model).rpartition(".")
     base_module = model.get_submodule(base_name)
     trace = _Trace([], [], [])
@@ -81,7 +82,8 @@ def trace_forward(model: PreTrainedModel, **options: object) -> _Trace:
 
     def note(name: str, module: nn.Module) -> RemovableHandle:
         def hook(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
-            (trace.after if trace.layers else trace.before).append((name, module, args, kwargs, output))
+            calls = trace.after if trace.layers else trace.before  # a probe that ran has made an entry in `layers`
+            calls.append((name, module, args, kwargs, output))
 
         return module.register_forward_hook(hook, with_kwargs=True)
 
@@ -132,7 +134,7 @@ def _device_and_dtype(model: nn.Module) -> tuple[torch.device, torch.dtype]:
 
 @contextmanager
 def _zeros_for_meta(base: nn.Module, embed: nn.Module) -> Iterator[None]:
-    """Context manager: parameters on the meta device, except the token embedding's, are replaced by zeros."""
+    """Context manager: parameters on the meta device are zeros, except the token embedding's, which is unused."""
     meta_parameters = []
     for module in base.modules():
         for name, parameter in module._parameters.items():
@@ -179,14 +181,13 @@ def _spec_of_trace(model: PreTrainedModel) -> ModelSpec:
     head = model.get_output_embeddings()
     if head is None:
         raise ValueError("it has no head")
+    layer_inputs = zip(trace.layers, slides, strict=True)
     return ModelSpec(
         layers=find_layers(model),
         embed=name_of_module[id(model.get_input_embeddings())],
         norm=norm_names[0],
         head=name_of_module[id(head)],
-        calls=tuple(
-            _layer_call(arguments, rotary_tables, slide) for arguments, slide in zip(trace.layers, slides, strict=True)
-        ),
+        calls=tuple(_layer_call(arguments, rotary_tables, slide) for arguments, slide in layer_inputs),
         tables=tuple(table for table, _ in rotary_tables),
         positions=positions_name,
         input_norm=input_norm_name,
@@ -213,7 +214,7 @@ def _rotary_tables(trace: _Trace) -> list[tuple[RotaryTable, object]]:
     tables: list[tuple[RotaryTable, object]] = []
     for name, module, args, kwargs, output in trace.before:
         if isinstance(output, tuple) and len(output) == 2 and all(isinstance(part, Tensor) for part in output):
-            parameter_names = list(inspect.signature(type(module).forward).parameters)[1:]
+            parameter_names = list(inspect.signature(type(module).forward).parameters)[1:]  # without self
             arguments = {**dict(zip(parameter_names, args, strict=False)), **kwargs}
             options = {key: value for key, value in arguments.items() if not isinstance(value, Tensor)}
             tables.append((RotaryTable(name, tuple(options.items())), output))
@@ -223,7 +224,7 @@ def _rotary_tables(trace: _Trace) -> list[tuple[RotaryTable, object]]:
 def _layer_call(
     arguments: Mapping[str, object], rotary_tables: Sequence[tuple[RotaryTable, object]], is_sliding: bool
 ) -> LayerCall:
-    """The `LayerCall` of a layer, from its traced arguments. Raises `ValueError` for an unknown argument."""
+    """How the model calls a layer, from the layer's traced arguments. Raises `ValueError` for an unknown argument."""
     keyword_of_role: dict[str, str] = {}
     table_index = 0
     for name, value in arguments.items():
@@ -246,7 +247,8 @@ def _layer_call(
 
 
 def _sliding_layers(model: PreTrainedModel, layer_count: int) -> list[bool]:
-    """Whether each layer gets a mask with a sliding window, as the model itself creates it from the config."""
+    """Whether each layer gets a mask with a sliding window, as the model itself creates it from the config. A
+    traced mask is bool, or additive: 0 where a token is visible."""
     config = model.config
     window = getattr(config, "sliding_window", None)
     if window is None:
@@ -270,12 +272,12 @@ def _sliding_layers(model: PreTrainedModel, layer_count: int) -> list[bool]:
 
 
 class _ConstantHead(nn.Module):
-    """Replaces a head: returns the same logits for every row."""
+    """Replaces a head: returns the same logits for every row. A model may read the dtype of its `weight`."""
 
     def __init__(self, logits: Tensor):
         super().__init__()
         self.logits = logits
-        self.weight = nn.Parameter(torch.zeros(1, device=logits.device, dtype=logits.dtype), False)
+        self.weight = nn.Parameter(torch.zeros(1, device=logits.device, dtype=logits.dtype), requires_grad=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.logits.expand(*hidden.shape[:-1], -1)
@@ -295,6 +297,7 @@ def _logit_rule(model: PreTrainedModel, head_name: str) -> LogitRule:
             model_logits = model.eval()(**_trace_arguments(model)).logits[0, -1]
     finally:
         setattr(parent, head_attribute, head_module)
+    # The config may have a cap (Gemma 2: 30), a factor (Cohere) or a divisor (Granite).
     candidates = [LogitRule(), LogitRule(cap=getattr(model.config, "final_logit_softcapping", None))]
     for name in ("logit_scale", "logits_scaling"):
         if value := getattr(model.config, name, None):

@@ -1,8 +1,12 @@
 """Models with all or some layers of a target: without weights, or as transformers loads them; their structure.
 
-`model_spec` gives the structure of a config's model, which `introspection` observes once. `empty_model` and
+`model_spec` gives the structure of a config's model (the names of its parts), which is observed once. `empty_model` and
 `empty_layers` make a model on the meta device. `load_layers` fills the chosen layers of a target with its weights, and
 `load_causal_lm` loads a whole model as its own forward runs. Both refuse weights that do not fit (`load_fitting`).
+`TensorFiles` are the tensors of a checkpoint by name; its `original` is the model if it is not plain safetensors, such
+as a GGUF file. Codes are quantised weights as a file stores them. role: the user's option of a model, as in "target".
+The `wrapper_prefix` of `TensorFiles` is what torch.compile, DistributedDataParallel or peft put before all names. It is
+inferred from the names; with such a prefix, unused tensors are refused, not only warned of.
 """
 
 import copy
@@ -86,7 +90,7 @@ def empty_model(config: PreTrainedConfig, attention_impl: str | None = ATTENTION
 
 
 def empty_layers(config: PreTrainedConfig, layer_indices: Sequence[int]) -> PreTrainedModel:
-    """The same with the given layers only, in that order; each layer is configured as in the whole model."""
+    """`empty_model` with these layers only, in that order; each layer is configured as in the whole model."""
     return pick_layers(empty_model(config), layer_indices, {})
 
 
@@ -147,7 +151,7 @@ def load_causal_lm(
         )  # fmt: skip
     model.name_or_path = model.config.name_or_path = name_or_path
     if key_options:  # else saving the model would restore the prefix
-        conversions = vars(model)["_weight_conversions"]
+        conversions = vars(model)["_weight_conversions"]  # that of `key_options` has the target ""
         conversions[:] = [conversion for conversion in conversions if conversion.target_patterns != [""]]
     return model
 
@@ -206,13 +210,12 @@ def load_layers(
     role: str = "target",
     coded: bool = False,
 ) -> PreTrainedModel:
-    """The target with only `layer_indices`: layer i of the result holds the weights of target layer `layers[i]`.
+    """The target with only `layer_indices`: layer i of the result has the weights of the target's `layer_indices[i]`.
 
     transformers assigns the tensors, as it does for a whole model: it renames and converts old ones, ties the head, and
-    keeps some in float32. Reads only the embedding, those layers, the final norm and (if untied) the
-    head, as `files.bytes_read` proves. Frozen, in eval mode, with this toolkit's attention. role: the model's option.
-    coded: quantised weights stay as their file stores them (see `targets.coded`), where it can be so.
-    Raises `UserError` if the weights do not fit the config.
+    keeps some in float32. Reads only the embedding, those layers, the final norm and (if untied) the head. Frozen, in
+    eval mode, with this toolkit's attention. coded: quantised weights stay as their file stores them, where they can be
+    multiplied so. Raises `UserError` if the weights do not fit the config.
     """
     omits_layers = len(layer_indices) < config.num_hidden_layers
     config = copy.deepcopy(config)
@@ -232,14 +235,14 @@ def _fill_weights(
 
     transformers assigns the tensors: it loads a class whose instance is `model`.
     """
-    is_tied = model.config.tie_word_embeddings
+    is_tied = model.config.tie_word_embeddings  # `keep_codes` may set it to False for the loading
     if coded:
         stored_names = keep_codes(model, files.codes, stored_names, dtype)
     prefix = BASE_PREFIX if files.lacks_prefix else ""  # "model."; transformers adds its own, which may differ
     buffers = dict(model.named_non_persistent_buffers())  # transformers would recreate them, and with FSDP as zeros
     class_of_model = type(type(model).__name__, (type(model),), {"__new__": lambda *_, **__: model})
     device = device_map[""] if isinstance(device_map, dict) and [*device_map] == [""] else None
-    options = {} if device == torch.device("cpu") else {"device_map": device_map}
+    options = {} if device == torch.device("cpu") else {"device_map": device_map}  # transformers' default is the CPU
     with Stage(f"reading {files.source}", len(stored_names), "tensors") as stage:
         tensors = files.open_for_transformers(set(stored_names.values()), device or "cpu", stage)
         load_fitting(
@@ -287,7 +290,7 @@ def load_fitting(cls: Any, where: str | None, name: str, *, on_unused: OnUnused,
     faults += [f"{key} of shape {[*has]}, not {[*wants]}" for key, has, wants in sorted(info["mismatched_keys"])[:1]]
     tied_pairs = model.get_expanded_tied_weights_keys(all_submodels=True).items()
     faults += [f"{a} and {b} differ, which are tied" for a, b in tied_pairs if a not in model.all_tied_weights_keys]
-    if faults or (on_unused == "refuse" and unused):
+    if faults or (on_unused == "refuse" and unused):  # prefixes: the file has a missing tensor after one
         prefixes = {stored.removesuffix(key) for key in missing for stored in unused if stored.endswith(f".{key}")}
         hint = f"; there with the prefix {list_words(sorted(prefixes))}" if prefixes else ""
         hint = hint or f"; not known: {list_words(unused)}"

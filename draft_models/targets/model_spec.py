@@ -1,4 +1,7 @@
-"""The structure of a causal LM: the names of its parts, and how it calls its decoder layers."""
+"""The structure of a causal LM of transformers: the names of its modules, and how it calls its decoder layers.
+
+A rotary table has cos and sin of every position. A model may have several tables, each for some of its layers.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +23,7 @@ def context_limit(config: PreTrainedConfig) -> int:
 
 
 def rescaling_ropes(config: PreTrainedConfig) -> list[dict[str, int]]:
-    """The parameters of rotations that a text beyond their context would change."""
+    """The parameters of rotations that a text beyond their context would change; layer types may have their own."""
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     return [r for r in (rope, *rope.values()) if isinstance(r, dict) and r.get("rope_type") in RESCALING_ROPE]
 
@@ -31,40 +34,34 @@ def key_heads(config: PreTrainedConfig) -> int:
 
 
 def slots_of(position_count: int) -> int:
-    """The slots of a growing cache for so many positions: it doubles, so each position is copied about once."""
+    """The slots of a growing cache for `position_count` positions: a power of two ≥ 256, so that copies are rare."""
     return max(256, 1 << (position_count - 1).bit_length())
 
 
 @dataclass(frozen=True)
 class LayerCall:
-    """How the model calls one decoder layer.
+    """How the model calls one decoder layer."""
 
-    keywords: those of "mask", "positions", "cache" and "rotary" that it takes, with the layer's own names for them, as
-    ("mask", "attention_mask"). table: the index in `ModelSpec.tables` of its rotary table. slides: whether it sees a
-    sliding window only.
-    """
-
-    keywords: tuple[tuple[str, str], ...]
-    table: int
-    slides: bool
+    keywords: tuple[tuple[str, str], ...]  # (role, the layer's argument); "mask", "positions", "cache" or "rotary"
+    table: int  # the index in `ModelSpec.tables` of its rotary table
+    slides: bool  # whether it sees a sliding window only
 
 
 @dataclass(frozen=True)
 class RotaryTable:
-    """A rotary table: the module that computes it, and its arguments other than hidden states and positions."""
+    """How a rotary table is computed."""
 
-    module: str
-    options: tuple[tuple[str, object], ...] = ()
+    module: str  # the name of the module that computes it
+    options: tuple[tuple[str, object], ...] = ()  # (name, value) of its arguments besides hidden states and positions
 
 
 @dataclass(frozen=True)
 class LogitRule:
-    """A model's transformation of its head's logits: x = factor · logits / divisor, then cap · tanh(x / cap) if
-    capped."""
+    """A model's transformation of its head's logits: x = factor · logits / divisor, then cap · tanh(x / cap)."""
 
     factor: float = 1.0
     divisor: float = 1.0
-    cap: float | None = None
+    cap: float | None = None  # None: the logits are x
 
     def __call__(self, logits: Tensor) -> Tensor:
         """The transformed logits [..., V]."""
@@ -82,28 +79,22 @@ class LogitRule:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The module names of a causal LM, and how its layers are called, in order.
+    """The module names of a causal LM, and how its layers are called. None: the model has no such module."""
 
-    positions: learned positions, added to the embedding. input_norm: a norm of this sum. None: the model has none.
-    scale: factor on the embedding.
-    """
-
-    layers: str
+    layers: str  # such as "model.layers"
     embed: str
-    norm: str
+    norm: str  # after the last layer
     head: str
-    calls: tuple[LayerCall, ...]
+    calls: tuple[LayerCall, ...]  # of each layer, in order
     tables: tuple[RotaryTable, ...] = ()
-    positions: str | None = None
-    input_norm: str | None = None
-    scale: float = 1.0
+    positions: str | None = None  # learned positions, added to the embedding
+    input_norm: str | None = None  # of this sum
+    scale: float = 1.0  # factor on the embedding
     logits: LogitRule = LogitRule()
 
     def prefixes(self, layer_indices: Iterable[int]) -> tuple[str, ...]:
-        """The name prefixes of all tensors outside the layers and of those in `layer_indices`.
-
-        Also without the name of the base model, as base models are saved.
-        """
+        """The name prefixes of all tensors outside the layers and of those in `layer_indices`. A model may be saved
+        without the name of its base, such as "transformer."; `TensorFiles` itself adds "model."."""
         module_names = [self.head, self.embed, self.norm, self.positions, self.input_norm]
         names = [*filter(None, module_names), *(f"{self.layers}.{index}" for index in layer_indices)]
         base = f"{self.layers.partition('.')[0]}."
@@ -111,5 +102,5 @@ class ModelSpec:
         return tuple(f"{name}." for name in (*names, *bare_names))
 
     def select(self, layer_indices: Sequence[int]) -> "ModelSpec":
-        """The same for a model of the given layers, in that order."""
+        """The spec of a model that has the layers `layer_indices` of this model, in that order."""
         return replace(self, calls=tuple(self.calls[index] for index in layer_indices))

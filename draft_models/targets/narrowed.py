@@ -1,4 +1,4 @@
-"""Draft vocabularies: the mapping between a model's ids and the target's."""
+"""Draft vocabularies: a drafter may predict only some of the target's tokens, with its own ids 0, 1, … for these."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -9,35 +9,28 @@ from transformers import PreTrainedConfig
 
 from outrider.base.errors import UserError
 
-MARK = "draft_vocabulary"  # the key in config.json
+MARK = "draft_vocabulary"  # the key in the config.json of a model with a draft vocabulary
 
 
 def spread_logits(logits: Tensor, tokens: Tensor, vocab_size: int) -> Tensor:
-    """logits [..., k] of `tokens` [k] → [..., vocabulary], with other logits so low that their probability is 0.
-
-    They stay finite, since non-finite logits indicate a broken drafter.
-    """
-    filler_logit = torch.finfo(logits.dtype).min / 2
+    """logits [..., k] of `tokens` [k] → [..., vocabulary]. The others have the probability 0, and are finite, since
+    non-finite logits indicate a broken drafter."""
+    filler_logit = torch.finfo(logits.dtype).min / 2  # half: the sum of two is finite too
     return logits.new_full((*logits.shape[:-1], vocab_size), filler_logit).index_copy_(-1, tokens, logits)
 
 
 def widen_rows(weights: Tensor, filler_row: Tensor, tokens: Tensor, vocab_size: int) -> Tensor:
-    """weights [k, …] of `tokens` [k] → [vocabulary, …], with `filler_row` […] for every other token.
-
-    For a head, give the mean of the rows: its logit is the mean of the draft tokens' logits, so never the largest.
-    """
+    """weights [k, …] of `tokens` [k] → [vocabulary, …], with `filler_row` […] for every other token. For a head, give
+    the mean of the rows: its logit is the mean of the draft tokens' logits, so never the largest."""
     return filler_row.expand(vocab_size, *filler_row.shape).clone().index_copy_(0, tokens.to(weights.device), weights)
 
 
 class DraftVocabulary(nn.Module):
-    """A draft vocabulary: the part of the target's vocabulary that a model has, and the mapping between the ids.
+    """A draft vocabulary: k tokens of the target's vocabulary that a model has, and the mapping between the ids. The
+    model's id k represents every other token of the target. It occurs as input and is never proposed."""
 
-    tokens [k]: the target's ids, ascending, of the model's ids 0..k−1. Its id k represents every other token of the
-    target's `vocabulary`; it occurs as input and is never proposed.
-    """
-
-    tokens: Tensor
-    draft_id_of: Tensor
+    tokens: Tensor  # int64 [k], ascending: the target's ids of the model's ids 0..k−1
+    draft_id_of: Tensor  # int64 [vocabulary + 1]: the model's id of each of the target's ids
 
     def __init__(self, tokens: Tensor, vocabulary: int):
         super().__init__()
@@ -52,7 +45,7 @@ class DraftVocabulary(nn.Module):
         return self.draft_id_of[ids.clamp(max=self.vocabulary)]
 
     def to_target_logits(self, logits: Tensor) -> Tensor:
-        """The model's logits [..., k + 1] → [..., vocabulary]."""
+        """The model's logits [..., k + 1] → [..., vocabulary], without that of its id k."""
         return spread_logits(logits[..., : len(self.tokens)], self.tokens, self.vocabulary)
 
 
@@ -69,8 +62,8 @@ def is_narrowed(config: PreTrainedConfig) -> bool:
 
 def require_tokens(tokens: Tensor | None, count: int, vocab_size: int, file: str | Path) -> None:
     """Raise `UserError` unless `tokens`, read from `file`, are `count` ascending ids of a vocabulary of that size."""
-    # with both bounds at the ends, so that the ids are in range if the list ascends
-    bounded_ids = [-1, *([] if tokens is None or tokens.dtype != torch.long else tokens.flatten().tolist()), vocab_size]
+    ids = [] if tokens is None or tokens.dtype != torch.long else tokens.flatten().tolist()
+    bounded_ids = [-1, *ids, vocab_size]  # with both bounds: the ids are in range if this list ascends
     if len(bounded_ids) != count + 2 or any(low >= high for low, high in pairwise(bounded_ids)):
         raise UserError(
             f"{file}: expected {count} ascending token ids below {vocab_size} (draft vocabulary); restore it"

@@ -1,4 +1,9 @@
-"""Opening of a target: its config, and whether it can be run layer by layer; tokenizer, files, fingerprint, layers."""
+"""Opening of a target: its config, and whether it can be run layer by layer; tokenizer, files, fingerprint, layers.
+
+The fingerprint of a target holds digests of its files; a drafter is bound to it. To prove a model is to compare its
+weights and its logits with those of transformers. Codes are the integers of a quantised weight. The description of a
+model is its config and tokenizer. An original is a model that is not plain safetensors, such as a GGUF file.
+"""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -8,15 +13,9 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
+import transformers
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.base.errors import UserError, reason
 from outrider.base.files import is_local, read_mapping
@@ -27,18 +26,11 @@ from outrider.draft_models.formats.folder_model import quantisation_of
 from outrider.draft_models.formats.gguf_file import MOST_LAYERS, find_gguf, open_gguf
 from outrider.draft_models.formats.gguf_tokenizer import gguf_tokenizer
 from outrider.draft_models.formats.stored_tensors import CONFIG_FILE, QUANT_FILE
+from outrider.draft_models.targets import model_files
 from outrider.draft_models.targets.attention import leave_out_cudnn
 from outrider.draft_models.targets.file_record import FileRecord
 from outrider.draft_models.targets.fingerprint import Fingerprint, fingerprint_target, why_not_text_alone
 from outrider.draft_models.targets.int8 import quantise, require_linear
-from outrider.draft_models.targets.model_files import (
-    empty_model,
-    layer_stack,
-    load_causal_lm,
-    load_layers,
-    model_spec,
-    pick_layers,
-)
 from outrider.draft_models.targets.model_spec import context_limit, rescaling_ropes
 from outrider.draft_models.targets.narrowed import is_narrowed
 from outrider.draft_models.targets.proof import LARGEST_COPY, prove_layers, prove_weights
@@ -57,13 +49,10 @@ NARROW_ROLES = (SMALL_LM, "drafter.path")  # options that accept a drafter with 
 
 @dataclass(frozen=True)
 class OpenTarget:
-    """A target in `source`, a directory, Hub name or GGUF file. Its parts are opened on first use, and once.
+    """A target. Its parts are opened on first use, and once. A missing or unusable part raises `UserError`."""
 
-    Each part raises `UserError` if it is missing or unusable.
-    """
-
-    source: str
-    revision: str | None
+    source: str  # a directory, Hub name or GGUF file
+    revision: str | None  # of the Hub repository
     config: PreTrainedConfig
 
     is_seen: ClassVar[bool] = True  # whether its weights can be read (see `unseen_target`)
@@ -74,7 +63,7 @@ class OpenTarget:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Its tokenizer, which knows how many of its tokens the embedding has rows for (see `limit_rows`)."""
+        """The tokenizer, which refuses texts with tokens that the embedding has no rows for (see `limit_rows`)."""
         return limit_rows(load_tokenizer(self.source, self.revision), self.config.get_text_config().vocab_size)
 
     @cached_property
@@ -83,20 +72,21 @@ class OpenTarget:
 
     @property
     def vocabulary_size(self) -> int | None:
+        """The number of tokens; None: not known, which only `UnseenTarget` returns."""
         return self.config.vocab_size
 
     @cached_property
     def identity(self) -> dict[str, object]:
-        """The fingerprint, JSON-able."""
+        """What a drafter is bound to, JSON-able: here the fingerprint."""
         return asdict(self.fingerprint)
 
     def resize(self, largest_id: int) -> "OpenTarget":
-        """The target where it is known that it writes an id: its config says how many there are."""
+        """The target, known to write the token `largest_id`: an `UnseenTarget` may then get a larger vocabulary."""
         return self
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """The fingerprint that a drafter for it is bound to. Fetches missing files."""
+        """The fingerprint. Fetches missing files."""
         return self.make_fingerprint(fetch=True)
 
     def make_fingerprint(self, *, fetch: bool) -> Fingerprint:
@@ -109,14 +99,14 @@ class OpenTarget:
         return fingerprint
 
     def require_int8(self) -> None:
-        """Raise `UserError` unless it can be decoded with `dtype=int8`, as far as is known without its weights."""
+        """Raise `UserError` unless it can be decoded with `dtype=int8`, as far as files other than weights show."""
         original = find_original(self.source, self.revision, weights=False)
         if original is not None and original.quantised:
             raise UserError(
                 f"target={self.source}: its weights are quantised as they are stored, and dtype=int8 would quantise "
                 "them a second time; give the model it was made from, or decode with dtype=fast"
             )
-        require_linear(empty_model(self.config), f"target={self.source}")
+        require_linear(model_files.empty_model(self.config), f"target={self.source}")
 
     def layers(
         self,
@@ -127,11 +117,9 @@ class OpenTarget:
         int8: bool = False,
         coded: bool = False,
     ) -> PreTrainedModel:
-        """A model of the given layers, by default all, loaded and proven by `load_proven`.
-
-        coded: quantised weights stay as they are stored, for decoding on a CPU.
-        int8: the int8 model, which computes in `dtype`; the weights are quantised from their stored dtype.
-        """
+        """A model of the layers `layer_indices`, by default all, proven by `load_proven`. coded: quantised weights stay
+        codes, for decoding on a CPU. int8: the weights are quantised from their stored dtype to codes of 8 bits, and
+        the model computes in `dtype`."""
         indices = range(self.config.num_hidden_layers) if layer_indices is None else layer_indices
         load_dtype = stored_dtype(self.config) if int8 else dtype
         load_device = "cpu" if int8 else device  # which has room for the 16-bit weights beside the codes
@@ -150,8 +138,8 @@ class OpenTarget:
         int8: bool = False,
         coded: bool = False,
     ) -> LayerStack:
-        """The same as a `LayerStack`, which can run a range of layers at a time."""
-        return layer_stack(self.layers(layers, dtype=dtype, device=device, int8=int8, coded=coded))
+        """The model of `layers` as a `LayerStack`, which can run a range of layers at a time."""
+        return model_files.layer_stack(self.layers(layers, dtype=dtype, device=device, int8=int8, coded=coded))
 
 
 def load_proven(
@@ -164,24 +152,25 @@ def load_proven(
     role: str = "target",
     coded: bool = False,
 ) -> PreTrainedModel:
-    """The model of `load_layers`, proven by `prove_weights` and `prove_layers`. role: the model's option.
+    """The model of the layers `layer_indices`, proven by `prove_weights` and `prove_layers`. role: the model's option.
 
-    For that, transformers loads the whole model. If it is larger than `LARGEST_COPY`, only its first layer is loaded,
-    and of the rest the shapes are compared. `prove_weights` is skipped if a file is not here. What was proven of a
-    large model is remembered (see `FileRecord`). Raises `UserError`.
+    For `prove_weights`, transformers loads the whole model. If it is larger than `LARGEST_COPY`, only its first layer
+    is loaded, and of the other layers the shapes are compared. `prove_weights` is skipped if a file is not here. The
+    disk cache records that a large model was proven (see `FileRecord`). Raises `UserError`.
     """
-    model = load_layers(files, config, layer_indices, dtype=dtype, device=device, role=role, coded=coded)
+    model = model_files.load_layers(files, config, layer_indices, dtype=dtype, device=device, role=role, coded=coded)
     record = FileRecord(files, "proof", [*layer_indices], dtype, coded, device)
     if record.read():
         return model
-    if files.original is not None and not files.original.transformers_reads_weights:
+    if files.original is not None and not files.original.transformers_reads_weights:  # such as a GGUF file
         files.original.prove_decoding()
     elif files.paths() is not None:  # all are on this machine
-        full_model, part_config = empty_model(config), None
+        full_model, part_config = model_files.empty_model(config), None
         if dtype.itemsize * sum(weight.numel() for weight in full_model.parameters()) > LARGEST_COPY:
-            load_layers(files, config, range(config.num_hidden_layers), dtype=dtype, device="meta", role=role)
-            part_config = pick_layers(full_model, [0], {}).config
-        reference = load_causal_lm(files.source, files.revision, role=role, part=part_config, dtype=dtype)
+            all_indices = range(config.num_hidden_layers)
+            model_files.load_layers(files, config, all_indices, dtype=dtype, device="meta", role=role)  # checks shapes
+            part_config = model_files.pick_layers(full_model, [0], memo={}).config
+        reference = model_files.load_causal_lm(files.source, files.revision, role=role, part=part_config, dtype=dtype)
         prove_weights(model, layer_indices, reference, f"{role}={files.source}")
     prove_layers(model, f"{role}={files.source}")
     record.write(True)
@@ -196,24 +185,20 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
 
 
 def open_target(source: str, revision: str | None = None, *, by_layers: bool = True) -> OpenTarget:
-    """The target in `source`. Raises `UserError` unless the runtime can be exact with its config.
-
-    by_layers: False if transformers runs it as a whole; then any architecture is accepted.
-    This turns cuDNN's attention off in this process.
-    """
+    """The target in `source`. Raises `UserError` unless the runtime can be exact with its config. by_layers: False if
+    transformers runs the target as a whole; then any architecture is accepted. The call turns cuDNN's attention off."""
     leave_out_cudnn()
     return OpenTarget(source, revision, (load_config if by_layers else read_config)(source, revision))
 
 
 def load_tokenizer(source: str, revision: str | None = None, *, role: str = "target") -> PreTrainedTokenizerBase:
-    """The target's tokenizer; role: the option that names it. Raises `UserError` if there is no usable one.
-
-    With role="tokenizer" nothing else in `source` is looked at, so that it may lack the weights.
-    """
+    """The target's tokenizer; role: the option that names it. Raises `UserError` if there is no usable tokenizer. With
+    role="tokenizer" nothing else in `source` is read, so that it may lack the weights."""
     gguf_path, directory = find_gguf(source) if role == "tokenizer" else None, source
     if role != "tokenizer":
         directory, revision = description_location(source, revision)
-    cls = PreTrainedTokenizerFast if gguf_path is None and is_loaded_as_written(directory, revision) else AutoTokenizer
+    as_written = gguf_path is None and is_loaded_as_written(directory, revision)  # a conversion wrote it
+    cls = transformers.PreTrainedTokenizerFast if as_written else transformers.AutoTokenizer
     try:
         if gguf_path is None:
             tokenizer = cls.from_pretrained(directory, revision=revision or "main", trust_remote_code=False)
@@ -272,14 +257,11 @@ def stored_dtype(config: PreTrainedConfig) -> torch.dtype:
 
 
 def load_config(source: str, revision: str | None = None, *, role: str = "target") -> PreTrainedConfig:
-    """The target's config. Raises `UserError` if the runtime could not be exact with it.
-
-    role: the option that names the model, if it is not the target.
-    """
+    """The config of the model that the option `role` names. Raises `UserError` if no `LayerStack` runs it exactly."""
     config = read_config(source, revision, role=role)
     if (why := why_not_by_layers(config)) is not None:
         raise UserError(f"{role}={source}: {why}")
-    if any(call.slides for call in model_spec(config).calls) and config.sliding_window < 1:
+    if any(call.slides for call in model_files.model_spec(config).calls) and config.sliding_window < 1:
         raise UserError(f"{role}={source}: sliding_window={config.sliding_window}: expected at least 1 token, or null")
     return config
 
@@ -293,7 +275,7 @@ def read_config(source: str, revision: str | None = None, *, role: str = "target
     require_no_adapter(source, revision, role)
     name_or_path, revision = description_location(source, revision)
     try:
-        config = AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=False)
     except Exception as error:  # any error of an architecture's config class for unexpected values
         has_config = path.exists() or locate_file(name_or_path, revision, CONFIG_FILE)
         hint = "" if has_config else "no such local directory, and not to be had from the Hub; "
@@ -313,16 +295,15 @@ def read_config(source: str, revision: str | None = None, *, role: str = "target
 
 def require_description(source: str, revision: str | None, role: str) -> None:
     """Raise `UserError` for a config.json that is damaged, or that would make a model of absurd size, and for a
-    quantisation of ModelOpt that is not read."""
+    quantisation by ModelOpt that this toolkit does not read. role: the option that names the model, for errors."""
     file = find_file(source, CONFIG_FILE, revision)
     if file is None:
         return  # transformers says why
     layer_count = read_mapping(file, "description of a model", "fetch the model again").get("num_hidden_layers", 1)
     # A config creates lists of this length before it checks other fields.
     if not isinstance(layer_count, int) or not 1 <= layer_count <= MOST_LAYERS:
-        raise UserError(
-            f"{role}={source}: no usable {CONFIG_FILE} (num_hidden_layers={layer_count!r}: expected 1 to {MOST_LAYERS})"
-        )
+        fault = f"num_hidden_layers={layer_count!r}: expected 1 to {MOST_LAYERS}"
+        raise UserError(f"{role}={source}: no usable {CONFIG_FILE} ({fault})")
     quant_file = find_file(source, QUANT_FILE, revision)
     algorithm = quantisation_of(Path(file), Path(quant_file)).get("quant_algo") if quant_file else None
     if algorithm is not None:
@@ -336,14 +317,14 @@ def why_not_by_layers(config: PreTrainedConfig) -> str | None:
     if (why := why_not_text_alone(config) or why_quantised(quant_config)) is not None:
         return why
     try:
-        model_spec(config)
+        model_files.model_spec(config)
     except UserError as error:
         return str(error)
     return None
 
 
 def why_quantised(quant_config: Mapping[str, object]) -> str | None:
-    """What quantised weights that are not decoded here, by config.json's `quantization_config`; None if nothing did."""
+    """Why the weights, quantised as config.json's `quantization_config` says, cannot be read; None if it is empty."""
     if quant_config:
         bnb_methods = (f"bitsandbytes ({key})" for key in ("load_in_8bit", "load_in_4bit") if quant_config.get(key))
         method_name = str(quant_config.get("quant_method") or next(bnb_methods, "unnamed"))

@@ -3,6 +3,11 @@
 `prove_weights` compares a model's tensors with those that transformers loads from the same place. `prove_layers`
 compares the logits of a model that is run layer by layer with the logits of its own forward. `prove_rows` compares, for
 a model that only runs as a whole, the logits of a tree with the logits of each path.
+
+Logits are compared over a prompt and a small tree. The cache drops one branch before it gets the follower:
+
+    prompt ─ root ┬ dropped
+                  └ kept ─ follower
 """
 
 import re
@@ -29,8 +34,8 @@ from outrider.draft_models.targets.target import Target
 # stays below a tenth of it; an ignored quirk, a wrong position or a visible sibling exceeds it by far.
 EXACT = 1e-4
 HALVES = (torch.bfloat16, torch.float16)
-LARGEST_COPY = 2 * 2**30  # bytes of the largest second copy of a model that is made
-LONGEST_WINDOW = 4096  # tokens of the largest window that a text is made to exceed
+LARGEST_COPY = 2 * 2**30  # bytes: of a larger model no second copy is made
+LONGEST_WINDOW = 4096  # tokens of the largest sliding window that a text is made to exceed
 FEW_TOKENS = 4096  # vocabulary size of a model of 16 bits while it is compared
 SHORT = 12  # tokens of a text that exceeds no window
 
@@ -40,10 +45,8 @@ class NotByLayersError(UserError):
 
 
 def prove_weights(model: PreTrainedModel, layer_indices: Sequence[int], reference: PreTrainedModel, label: str) -> None:
-    """Raise `UserError` unless every tensor of `model` has the type and the bits that it has in `reference`.
-
-    layer_indices: the target's layers in `model`. reference: the target as transformers loads it, or its first layers.
-    """
+    """Raise `UserError` unless every tensor of `model` has the type and the bits that it has in `reference`: the target
+    as transformers loads it, or its first layers. layer_indices: the target's layers in `model`."""
     expected_tensors = reference.state_dict()
     layer_pattern = re.compile(rf"(?<={re.escape(model_files.spec_of(model).layers)}\.)\d+")
     for key, tensor in model.state_dict().items():
@@ -60,10 +63,9 @@ def prove_weights(model: PreTrainedModel, layer_indices: Sequence[int], referenc
 def prove_layers(model: PreTrainedModel, name: str, largest: int = LARGEST_COPY, vocabulary: int = FEW_TOKENS) -> None:
     """Raise `NotByLayersError` unless a `LayerStack` of `model` agrees with its own forward (see `_logit_gap`).
 
-    Both compute in float32, at every size (see `_compute_in_float32`): in 16 bits no bound would tell a fault from
-    rounding. A text that exceeds a window is long. If the float32 weights have more than `largest` bytes, such a text
-    runs through one layer of each kind only (see `_one_of_each_kind`). name: the model's option and value, for the
-    message.
+    Both compute in float32, at every size: in 16 bits no bound would tell a fault from rounding. A text that exceeds a
+    window is long. If the float32 weights have more than `largest` bytes, such a text runs through one layer of each
+    kind only. name: the model's option and value, for the message. vocabulary: see `_compute_in_float32`.
     """
     short_length, *long_lengths = _prompt_lengths(model.config, model_files.layer_stack(model).windows)
     float32_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
@@ -87,11 +89,9 @@ def prove_layers(model: PreTrainedModel, name: str, largest: int = LARGEST_COPY,
 
 @contextmanager
 def _compute_in_float32(model: PreTrainedModel, max_tokens: int) -> Iterator[None]:
-    """Context manager: a `model` of 16 bits computes in float32, and has the first `max_tokens` tokens only.
-
-    The tensors of a decoder layer are float32 only while the layer runs, so one layer at a time takes more memory. A
-    model with a draft vocabulary keeps all of its tokens.
-    """
+    """Context manager: a `model` of 16 bits computes in float32, and its vocabulary is cut to `max_tokens` tokens,
+    unless it has a draft vocabulary (logits of some tokens). The tensors of a decoder layer are float32 only while the
+    layer runs, so one layer at a time takes more memory."""
     if next(model.parameters()).dtype not in HALVES:
         yield
         return
@@ -147,16 +147,13 @@ def _half_tensors(module: nn.Module) -> list[Tensor]:
 
 
 def _one_of_each_kind(model: PreTrainedModel) -> PreTrainedModel:
-    """`model` with the first layer of every kind only, in their order; they share its weights.
-
-    Layers are of the same kind if they are called in the same way, have the same entries in the config's lists, and
-    consist of the same modules with the same switches: bools, strings and None.
-    """
+    """`model` with the first layer of every kind only, in their order; they share its weights. Layers are of the same
+    kind if they are called in the same way, have the same entries in the config's lists, and consist of the same
+    modules with the same switches: bools, strings and None."""
     index_of_kind: dict[tuple[LayerCall, str, str], int] = {}
     layer_settings = model_files.settings_by_layer(model.config).values()
-    for index, (layer, call) in enumerate(
-        zip(model_files.decoder_layers(model), model_files.spec_of(model).calls, strict=True)
-    ):
+    layer_calls = zip(model_files.decoder_layers(model), model_files.spec_of(model).calls, strict=True)
+    for index, (layer, call) in enumerate(layer_calls):
         module_kinds = [
             (type(module), sorted(item for item in vars(module).items() if type(item[1]) in (bool, str, type(None))))
             for module in layer.modules()
@@ -167,11 +164,8 @@ def _one_of_each_kind(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def prove_rows(lm: WholeModel) -> None:
-    """Raise `UserError` unless `lm` (float32) gives each path of a tree its own logits, and forgets dropped rows.
-
-    A forward may apply a window in addition to the given mask. So one text exceeds every number of tokens that the
-    config calls a window.
-    """
+    """Raise `UserError` unless `lm` (float32) gives each path of a tree its own logits, and forgets dropped tokens. One
+    text exceeds every number that the config calls a window: a forward may apply a window besides the given mask."""
     config_items = lm.config.to_dict().items()
     windows = [value for name, value in config_items if "window" in name and type(value) is int]
     for length in _prompt_lengths(lm.config, windows):
@@ -181,9 +175,8 @@ def prove_rows(lm: WholeModel) -> None:
         except UserError:
             raise
         except Exception as error:  # any error of an architecture whose code does not support this
-            raise UserError(
-                f"its forward does not take a 4-D mask, positions and a cache ({type(error).__name__}: {reason(error)})"
-            ) from None
+            cause = f"{type(error).__name__}: {reason(error)}"
+            raise UserError(f"its forward does not take a 4-D mask, positions and a cache ({cause})") from None
         if not logit_gap <= EXACT:
             raise UserError(
                 f"its logits for a tree differ from those of each path alone by {logit_gap:.1g} of their spread at "
@@ -192,7 +185,7 @@ def prove_rows(lm: WholeModel) -> None:
 
 
 def require_all_kept(config: PreTrainedConfig) -> None:
-    """Raise `UserError` unless every layer of a model keeps every key and value: rejected rows are rolled back."""
+    """Raise `UserError` unless every layer of a model keeps every key and value: only these can be rolled back."""
     try:
         layer_types = {type(layer) for layer in DynamicCache(config=config).layers}
     except (KeyError, ValueError) as error:
@@ -205,12 +198,12 @@ def require_all_kept(config: PreTrainedConfig) -> None:
 def _prompt_lengths(config: PreTrainedConfig, windows: Sequence[int | None]) -> list[int]:
     """Lengths of the prompts: a short one, and one that exceeds all `windows` up to `LONGEST_WINDOW`."""
     long_lengths = [window + SHORT for window in windows if window is not None and 0 < window <= LONGEST_WINDOW]
-    max_length = context_limit(config) - 4
+    max_length = context_limit(config) - 4  # root, dropped, kept, follower
     return sorted({min(length, max_length) for length in (SHORT, max([SHORT, *long_lengths]))})
 
 
 def _probe_tokens(model: PreTrainedModel, length: int) -> Tensor:
-    """A prompt of `length` tokens, then root, dropped, kept and follower (see `_logit_gap`)."""
+    """Random ids [length + 4]: a prompt of `length` tokens, then root, dropped, kept and follower."""
     vocab_size = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(length)
     return torch.randint(vocab_size, (length + 4,), generator=generator).to(model.device)
@@ -218,7 +211,7 @@ def _probe_tokens(model: PreTrainedModel, length: int) -> Tensor:
 
 @torch.inference_mode()
 def _path_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Logits of the model's own forward at prompt, root, dropped, kept and follower, each after its path as text."""
+    """Logits [length + 4, V] of the model's own forward at `_probe_tokens`, each after its path as text."""
     *prompt, root, dropped, kept, follower = range(len(ids))
     paths = [[*prompt, root, dropped, dropped], [*prompt, root, kept, follower]]  # dropped once more: of equal length
     logits_of_dropped, logits_of_kept = model(input_ids=ids[torch.tensor(paths)], use_cache=False).logits
@@ -229,25 +222,20 @@ def _path_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def _logit_gap(target: Target, ref_logits: Tensor, ids: Tensor) -> tuple[float, str]:
-    """The largest difference of the logits of `target.rows` from the `ref_logits` ones over all tokens, and its place.
-
-    ref_logits [length + 4, V]: see `_path_logits`. A root and its two children are fed in one pass after the prompt.
-    Then the first child is dropped, and a token is fed after the second child:
-
-        prompt ─ root ┬ dropped
-                      └ kept ─ follower
-    """
-    prompt_len, cache = len(ids) - 4, target.cache(len(ids))  # of the prompt
+    """The largest difference of the logits of `target.rows` from `ref_logits` [length + 4, V], and its location. The
+    prompt is fed in one pass, the root and its two children in a second, and the follower in a third. Logits are the
+    second output of `rows`."""
+    prompt_len, cache = len(ids) - 4, target.cache(len(ids))
     indices = torch.arange(len(ids), device=ids.device)
     visible = torch.ones(prompt_len, prompt_len, dtype=torch.bool, device=ids.device).tril()
     logits = [target.rows(ids[:prompt_len], indices[:prompt_len], visible, cache)[1]]
     tree_mask = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool, device=ids.device)
     visible = torch.cat([tree_mask.new_ones(3, prompt_len), tree_mask], dim=1)
-    positions = indices[[prompt_len, prompt_len + 1, prompt_len + 1]]
+    positions = indices[[prompt_len, prompt_len + 1, prompt_len + 1]]  # root, then two siblings
     logits.append(target.rows(ids[prompt_len:-1], positions, visible, cache)[1])
-    cache.keep(prompt_len, [0, 2])
+    cache.keep(prompt_len, [0, 2])  # root and kept
     logits.append(target.rows(ids[-1:], indices[[prompt_len + 2]], tree_mask.new_ones(1, prompt_len + 3), cache)[1])
-    gaps = (torch.cat(logits) - ref_logits).float().square().mean(-1).sqrt() / ref_logits.float().std()  # [T + 4]
+    gaps = (torch.cat(logits) - ref_logits).float().square().mean(-1).sqrt() / ref_logits.float().std()  # [length + 4]
     index = int(gaps.argmax())
-    in_text = index < prompt_len + 2
+    in_text = index < prompt_len + 2  # prompt, root and dropped, in this order
     return float(gaps[index]), f"token {index + 1} of a text of {prompt_len + 2}" if in_text else "a branch of a tree"

@@ -1,4 +1,5 @@
-"""Options shared by commands that open a target; light, so that a mistake is reported before torch is imported."""
+"""Options shared by commands that open a target; light, so that a mistake is reported before torch is imported. `opt`
+and `free` (no result depends on it) make fields; `debug` is their value in a rehearsal (see `base.settings`)."""
 
 import os
 from collections.abc import Mapping
@@ -15,9 +16,9 @@ from outrider.base.settings import Named, Positive, Settings, free, missing_erro
 
 FloatDtype = Literal["float32", "bfloat16", "float16", "float64"]
 Dtype = Literal["auto", FloatDtype]
-RunDtype = Literal["auto", "fast", FloatDtype]  # see `pick_dtype`
-DecodeDtype = Literal["auto", "fast", "int8", FloatDtype]  # int8: see `draft_models.targets.int8`
-# see draft_models/losses.py
+RunDtype = Literal["auto", "fast", FloatDtype]  # fast: bfloat16 also on a CPU that has instructions for it
+DecodeDtype = Literal["auto", "fast", "int8", FloatDtype]  # int8: weights of 8 bits
+# How far two distributions are apart (draft_models/losses.py).
 Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "acceptance", "kl_tv"]
 Dialect = Literal["eagle", "specforge", "speculators", "modelopt"]  # of EAGLE-3 heads (draft_models/eagle3/dialects.py)
 WrittenDialect = Literal["specforge", "speculators"]  # those that a training writes
@@ -26,26 +27,21 @@ ExportDialect = Literal[WrittenDialect, "gguf"]  # also llama.cpp's, which is no
 
 @dataclass(frozen=True)
 class InputPath(Named):
-    """The path of a file or directory that must exist (see `Settings.require_paths`).
+    """The metadata of an option: the path of a file or directory that must exist. `what` describes it."""
 
-    hub: whether a Hub name is accepted too, which is not checked. besides: words that are accepted too. holds: patterns
-    of file names, one of which a directory has; none: it must be a file. begins: the possible first bytes of a file;
-    none: it must be a directory.
-    """
-
-    hub: bool = False
-    besides: tuple[str, ...] = ()
-    holds: tuple[str, ...] = ()
-    begins: tuple[bytes, ...] = ()
+    hub: bool = False  # whether a Hub name, which is not checked, is accepted too
+    besides: tuple[str, ...] = ()  # words that are accepted too
+    holds: tuple[str, ...] = ()  # patterns of file names; a directory has a file of one pattern; none: only files
+    begins: tuple[bytes, ...] = ()  # the possible first bytes of a file; none: only directories
 
     def require(self, key: str, value: str) -> None:
-        """Raise `UserError` if `value` is a local path that does not exist, or of something else at first sight."""
+        """Raise `UserError` if `value`, of the option `key`, is a local path that does not exist or is no such path."""
         is_exempt = value in self.besides or (self.hub and not is_local(value))
         if not is_exempt and (fault := self._fault(value)):
             raise UserError(f"{key}={value}: {fault}; give {self.what}")
 
     def _fault(self, path: str) -> str:
-        """What is wrong with a path; nothing is read of a pipe."""
+        """What is wrong with a path; "" if it suits. Nothing is read of a pipe."""
         if os.path.exists(path) and not os.access(path, os.R_OK | (os.X_OK if os.path.isdir(path) else 0)):
             return "this user may not read it"
         if os.path.isdir(path):
@@ -55,12 +51,12 @@ class InputPath(Named):
         if not os.path.isfile(path):
             return "" if os.path.exists(path) else "no such directory or file"
         with open(path, "rb") as file:
-            magic = file.read(4)
+            magic = file.read(4)  # as many bytes as the longest of `begins`
         return "an empty file" if not magic else "" if magic.startswith(self.begins) else "another kind of file"
 
 
 def _as_tuple(value: object) -> object:
-    """A text alone, or the list that JSON has in place of a tuple, as a tuple."""
+    """`value` as a tuple if it is a text alone, or the list that JSON has in place of a tuple."""
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
@@ -69,10 +65,8 @@ MODEL = "a Hugging Face model directory, a GGUF file or a Hub name (OWNER/NAME)"
 MODEL_FILES, GGUF = ("config.json", "adapter_config.json", "*.gguf"), (b"GGUF",)
 Model = Annotated[str, InputPath(MODEL, hub=True, holds=MODEL_FILES, begins=GGUF)]
 TOKENIZER = "a SentencePiece .model file, a GGUF file, or a tokenizer's directory or Hub name (OWNER/NAME)"
-TOKENIZER_FILES = ("*.json", "*.model", "*.gguf")
-Tokenizer = Annotated[
-    str, InputPath(TOKENIZER, hub=True, holds=TOKENIZER_FILES, begins=(*GGUF, b"\n"))
-]  # \n: a protobuf
+TOKENIZER_FILES, PROTOBUF = ("*.json", "*.model", "*.gguf"), b"\n"  # the first byte of a SentencePiece file
+Tokenizer = Annotated[str, InputPath(TOKENIZER, hub=True, holds=TOKENIZER_FILES, begins=(*GGUF, PROTOBUF))]
 _OF_TARGET = "the directory or Hub name of the target's tokenizer, or its GGUF file"
 TargetTokenizer = Annotated[str, InputPath(_OF_TARGET, hub=True, holds=("*.json", "*.gguf"), begins=GGUF)]
 Head = Annotated[str, InputPath("a directory or Hub name of a draft head", hub=True, holds=("config.json",))]
@@ -82,27 +76,24 @@ TableFolder = Annotated[str, InputPath(_TABLE, holds=("table.safetensors",))]
 _ANY = "the directory of a drafter, or the Hub name of a draft head"
 AnyDrafter = Annotated[str, InputPath(_ANY, hub=True, holds=("*.json", "*.safetensors", "*.gguf"), begins=GGUF)]
 _PYTHON = "the directory of an environment with the engine, or its Python"
-EnginePython = Annotated[str, InputPath(_PYTHON, holds=("bin/python",), begins=(b"",))]
-# of what `save_tiny_models` writes, and of kinds of drafters and their options
+EnginePython = Annotated[str, InputPath(_PYTHON, holds=("bin/python",), begins=(b"",))]  # any content
+# The names of the kinds of drafters and of their options, and of the folders that `save_tiny_models` writes.
 TARGET, SMALL_LM, EARLY_EXIT, EAGLE3, TABLE = "target", "small_lm", "early_exit", "eagle3", "table"
 MTP, DFLASH = "mtp", "dflash"
 _WITH_MTP = "target, if it has an MTP head, or a model directory, GGUF file or Hub name with one"
 MtpSource = Annotated[str, InputPath(_WITH_MTP, hub=True, besides=(TARGET,), holds=MODEL_FILES, begins=GGUF)]
 _START = "a directory or Hub name of an EAGLE-3 head or of a model with an MTP head; or target, if it has one"
 HeadStart = Annotated[str, InputPath(_START, hub=True, besides=(TARGET,), holds=("config.json",), begins=GGUF)]
-HEAD_FOLDER = "calibration"  # folder of a calibration head in a drafter's directory that other engines read too
+HEAD_FOLDER = "calibration"  # folder of a calibration head (predicts acceptance) in a directory that other engines read
 
 
 @dataclass(frozen=True)
 class TinyModel:
-    """The mark of an option that names a model: in a rehearsal it is the folder `name` of `save_tiny_models`.
+    """The mark of an option that names a model: a rehearsal takes a tiny random model (see `save_tiny_models`)."""
 
-    any_kind: the folder may be of any kind of drafter. without: values of the other options where the model is left
-    out, as a step of a pipeline may do without it.
-    """
-
-    name: str
-    any_kind: bool = False
+    name: str  # the folder of the tiny model
+    any_kind: bool = False  # whether the folder may be of any kind of drafter
+    # Values of the other options if a rehearsal leaves the model out, as a step of a pipeline may do without it.
     without: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -125,7 +116,7 @@ class TargetOrTokenizer(Settings):
     is read, and its config where there is one"""
     revision: str | None = free(None, "of the target on the Hub: branch, tag or commit", debug=None)
 
-    def check_fields(self) -> None:
+    def check_fields(self) -> None:  # `Settings` runs the bases' checks too
         self.require("tokenizer", self.target is None or self.tokenizer is None, "null with target=, which has one")
 
     def require_one(self) -> None:
@@ -164,7 +155,7 @@ class ReadingChanges(Settings):
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """The overrides that are not null."""
+        """The options that are not null, by name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def __str__(self) -> str:
@@ -176,5 +167,5 @@ def _option_text(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):
-        return f"{value:g}" if value < 1e6 else str(int(value))
+        return f"{value:g}" if value < 1e6 else str(int(value))  # 1000000, not 1e+06
     return "[" + ",".join(map(str, value)) + "]" if isinstance(value, tuple) else str(value)

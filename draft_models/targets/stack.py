@@ -1,7 +1,8 @@
 """The two kinds of target: layers that run a range at a time (`LayerStack`), and a model that only runs as a whole.
 
 Test runs decide whether a model is run rightly (`draft_models.targets.proof`), not its name. `RowCache` is the KV cache
-of a `WholeModel`, and of a `LayerStack` as a target of `rows`.
+of a `WholeModel`, and of a `LayerStack` as a target of `rows`. A row is one token of a pass. In shapes B is the batch,
+Q the rows of a text, d the hidden size, V the target's vocabulary and K the vocabulary that a drafter has logits for.
 """
 
 import inspect
@@ -33,7 +34,7 @@ class RowCache(Cache):
         super().__init__(layer_class_to_replicate=Layer)
 
     def keep(self, prefix_len: int, rows: Sequence[int]) -> None:
-        """Keep the first `prefix_len` positions and, after them in this order, positions base + r for r in `rows`."""
+        """Keep the first `prefix_len` positions and, after them in this order, prefix_len + r for r in `rows`."""
         for layer in self._row_layers():
             layer.keep(prefix_len, rows)
 
@@ -72,7 +73,7 @@ class _RowLayer(DynamicLayer):
 
     def keep(self, prefix_len: int, rows: Sequence[int]) -> None:
         stop = prefix_len + len(rows)
-        if self.is_initialized:
+        if self.is_initialized:  # else the cache is empty
             if list(rows) != list(range(len(rows))):
                 for buffer in self._buffers:
                     buffer[:, :, prefix_len:stop] = buffer[:, :, torch.tensor(rows, device=buffer.device) + prefix_len]
@@ -116,7 +117,7 @@ def call_layer(
 
 
 def apply_norm_and_head(norm: Any, head: Any, hidden: Tensor) -> Tensor:
-    """head(norm(hidden)), fused into one step if the head supports it (`after`)."""
+    """head(norm(hidden)), in one step if the head (a `PanelLinear`) and the norm (a fused `RMSNorm`) support it."""
     if not (hasattr(head, "after") and hasattr(norm, "divides_by_rms")):
         return head(norm(hidden))
     logits = head.after(norm.weight, norm.eps, hidden)
@@ -155,13 +156,13 @@ class LayerStack(nn.Module):
         self._rotary = [model.get_submodule(table.module) for table in parts.tables]
         self._rotary_dtype = rotary_dtype or self.dtype
         self._reserved = 0
-        self.at_once: AtOnce | None = None
+        self.at_once: AtOnce | None = None  # set by `engines.packing`
         for table_index, _ in enumerate(parts.tables):
             self.register_buffer(f"cos{table_index}", torch.empty(0), persistent=False)
             self.register_buffer(f"sin{table_index}", torch.empty(0), persistent=False)
 
     def train(self, mode: bool = True) -> Self:
-        """Stay in eval mode: inside a student it is frozen, without dropout and router jitter."""
+        """Stay in eval mode: as a part of a module that trains it is frozen, without dropout and router jitter."""
         return super().train(False)
 
     @property
@@ -170,7 +171,7 @@ class LayerStack(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the weights, or that of hidden states if the weights are codes."""
+        """The dtype of the weights, or that of hidden states if the weights are codes (integers of a quantisation)."""
         return self._like.dtype
 
     @property
@@ -196,7 +197,7 @@ class LayerStack(nn.Module):
             return
         self._reserved = position_count
         dummy_hidden = torch.empty(1, position_count, 0, dtype=self._rotary_dtype, device=self.device)
-        # A rope that rescales has its context only, which padding exceeds, and texts never do.
+        # Beyond its context a rope would rescale every position. Only padding lies there, and gets the last position.
         max_positions = context_limit(self.config) if rescaling_ropes(self.config) else position_count
         position_ids = torch.arange(position_count, device=self.device).clamp(max=max_positions - 1)[None]
         for table_index, (module, table) in enumerate(zip(self._rotary, self.spec.tables, strict=True)):
@@ -238,24 +239,24 @@ class LayerStack(nn.Module):
     def run_with_aux(
         self,
         hidden: Tensor,
-        first_layer: int,
-        end_layer: int,
+        start: int,
+        stop: int,
         rotary: Rotary,
         masks: Masks,
         boundaries: Sequence[int],
         cache: LayerCache | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """`run`, and the hidden states [B, Q, d] at the boundaries `boundaries`, ascending, all from start to stop.
+        """`run`, and the hidden states [B, Q, d] at the layer boundaries `boundaries`, ascending, from start to stop.
 
         Boundary b is the input of layer b: 0 the embedding, i the output of layer i − 1, and the number of layers the
         input of the final norm.
         """
         aux_hidden = []
         for boundary in boundaries:
-            hidden = self.run(hidden, first_layer, boundary, rotary, masks, cache)
+            hidden = self.run(hidden, start, boundary, rotary, masks, cache)
             aux_hidden.append(hidden)
-            first_layer = boundary
-        return self.run(hidden, first_layer, end_layer, rotary, masks, cache), aux_hidden
+            start = boundary
+        return self.run(hidden, start, stop, rotary, masks, cache), aux_hidden
 
     def packed_masks(self, document_ids: Tensor) -> Masks:
         """Masks of packed rows for `run`, by window size; document_ids [B, T] as in `data_prep.text.rows`."""
@@ -280,30 +281,27 @@ class LayerStack(nn.Module):
         return hidden[0], self.logits(hidden[:, -1:] if last_only else hidden)[0]
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
-        """Next-token logits [..., K] over its own vocabulary, from the hidden states after the last layer.
-
-        K = V without a draft vocabulary.
-        """
+        """Next-token logits [..., K] from the last layer's hidden states [..., d]; K = V without a draft vocabulary."""
         logits = self.spec.logits(apply_norm_and_head(self.norm, self.head, hidden))
         return logits if self.draft_vocabulary is None else logits[..., : len(self.draft_vocabulary.tokens)]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The same over the target's vocabulary [..., V]."""
-        return self._outward(self.spec.logits(apply_norm_and_head(self.norm, self.head, hidden)))
+        """Next-token logits [..., V] over the target's vocabulary, from the hidden states [..., d] as above."""
+        return self._over_target_vocabulary(self.spec.logits(apply_norm_and_head(self.norm, self.head, hidden)))
 
     def logits_after_norm(self, hidden: Tensor) -> Tensor:
-        """The same from the output of the final norm."""
-        return self._outward(self.spec.logits(self.head(hidden)))
+        """Next-token logits [..., V] over the target's vocabulary, from the output [..., d] of the final norm."""
+        return self._over_target_vocabulary(self.spec.logits(self.head(hidden)))
 
-    def _outward(self, logits: Tensor) -> Tensor:
+    def _over_target_vocabulary(self, logits: Tensor) -> Tensor:
         return logits if self.draft_vocabulary is None else self.draft_vocabulary.to_target_logits(logits)
 
 
 class WholeModel(nn.Module):
     """A causal LM of any architecture in transformers, run by its own forward: a `Target` that only runs as a whole."""
 
-    layered = None
-    predicted = None
+    layered = None  # its layers do not run one by one
+    predicted = None  # it has logits for its whole vocabulary
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()

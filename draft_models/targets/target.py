@@ -3,7 +3,8 @@
 `Target` is what runs the rows of a tree. `LayerStack` and `WholeModel` in `stack.py` implement it. `RunnableLayers` is
 what engines need of layers that run on hidden states. The other classes are what a pass is given: masks (`Band`,
 `TextMasks`, tensors), rotary positions (`Rotary`) and a KV cache (`LayerCache`). A target is checked at load against
-its own forward (`draft_models.targets.proof`).
+its own forward (`draft_models.targets.proof`). In shapes B is the batch, T or Q the tokens of a text, K the keys, H and
+G the query and key heads, and D the size of a head.
 """
 
 from collections.abc import Mapping, Sequence, Sized
@@ -21,10 +22,11 @@ if TYPE_CHECKING:
 
 
 class QueryBlock(NamedTuple):
-    """The queries begin … end − 1 of a row, and two ranges of keys: no query sees a key outside them.
+    """The queries begin … end − 1 of a row of a batch, and two ranges of keys: no query sees a key outside them.
 
-    The second range is empty if second_key = end. Example: after a text of 20 tokens, the queries 24 to 27 are the mask
-    tokens of a draft that begins after token 9. They see the text and earlier mask tokens: (24, 28, 0, 10, 24).
+    The second range is empty if second_key = end, as in a plain `Band`; in a `DraftBand` of a training it has masks.
+    Example: after a text of 20 tokens, the queries 24 to 27 are the mask tokens of a draft that begins after token 9.
+    They see the text up to there and earlier mask tokens: (24, 28, 0, 10, 24).
     """
 
     begin: int
@@ -42,16 +44,13 @@ class Band:
     """A causal mask that is never materialised as a whole: query i of row b sees keys first_keys[b, i] to i.
 
     Attention materialises one block of queries after another. Example: the documents "a b c" and "d e" in one row are
-    first_keys = [0, 0, 0, 3, 3] and, on a CPU, the blocks (0, 3, 0, 3, 3) and (3, 5, 3, 5, 5).
-
-    first_keys: int64 [B or 1, T], ascending. blocks: those of each row, or one entry for all rows. extra_keys: the
-    number of further keys before all these, which all queries see: the layers of an EAGLE-3 head add one.
+    first_keys = [0, 0, 0, 3, 3], and blocks (0, 3, 0, 3, 3) and (3, 5, 3, 5, 5) on a CPU, one (0, 5, 0, 5, 5) on a GPU.
     """
 
     BLOCK: ClassVar[int] = 512  # queries per materialised block, at most
-    first_keys: Tensor
-    blocks: tuple[RowBlocks, ...]
-    extra_keys: int = 0
+    first_keys: Tensor  # int64 [B or 1, T], ascending
+    blocks: tuple[RowBlocks, ...]  # of each row, or one entry for all rows
+    extra_keys: int = 0  # further keys before all these, which all queries see: the layers of an EAGLE-3 head add one
 
     @classmethod
     def sliding(cls, positions: Tensor, window: int) -> "Band":
@@ -61,7 +60,7 @@ class Band:
 
     @classmethod
     def cut(cls, boundaries: Sequence[int], first_keys: Sequence[int]) -> RowBlocks:
-        """The blocks of a row that is cut at `boundaries`, 0, …, T; first_keys [T] as above."""
+        """The blocks of a row that is cut at `boundaries`, 0, …, T. first_keys: of the row's T queries."""
         blocks = []
         for doc_start, doc_stop in pairwise(boundaries):
             for begin in range(doc_start, doc_stop, cls.BLOCK):
@@ -70,7 +69,7 @@ class Band:
         return tuple(blocks)
 
     def block(self, block: QueryBlock) -> Tensor:
-        """The mask of a block, bool [B or 1, 1, queries, front + keys]; True = attend."""
+        """The mask of a block, bool [B or 1, 1, queries, extra_keys + keys]; True = attend."""
         key_pos = torch.arange(block.first_key, block.end, device=self.first_keys.device)  # [K]
         query_pos = key_pos[block.begin - block.first_key :, None]  # [Q, 1]
         mask = (key_pos >= self.first_keys[:, block.begin : block.end, None]) & (key_pos <= query_pos)  # [B or 1, Q, K]
@@ -92,7 +91,7 @@ class TextMasks:
 
 
 Mask = Tensor | Band | TextMasks | None  # additive [1 or B, 1, Q, K]; None: attention needs no mask
-Masks = Mapping[int | None, Mask]  # by window size of the layers
+Masks = Mapping[int | None, Mask]  # by window size of the layers; None: they see all positions
 
 
 class Rotary(NamedTuple):
@@ -102,11 +101,11 @@ class Rotary(NamedTuple):
     tables: tuple[tuple[Tensor, Tensor], ...]
 
     def to(self, dtype: torch.dtype) -> "Rotary":
-        """The same with tables in `dtype`."""
+        """These positions and tables, the tables in `dtype`."""
         return Rotary(self.positions, tuple((cos.to(dtype), sin.to(dtype)) for cos, sin in self.tables))
 
     def first(self, position_count: int) -> "Rotary":
-        """Of the first `position_count` of the Q positions."""
+        """The first `position_count` of the Q positions, and their cos and sin."""
         tables = tuple((cos[:, :position_count], sin[:, :position_count]) for cos, sin in self.tables)
         return Rotary(self.positions[:, :position_count], tables)
 
@@ -118,7 +117,7 @@ class LayerCache(Protocol):
 
 
 class Runnable(Protocol):
-    """A model on a device. layered: itself, if it is a target whose layers can be run a range at a time."""
+    """A model on a device. layered: the model if it is a target whose layers can be run a range at a time, or None."""
 
     @property
     def device(self) -> torch.device: ...
@@ -131,17 +130,14 @@ class Runnable(Protocol):
 
 
 class Target(Runnable, Protocol):
-    """A frozen causal LM that runs the rows of a tree, as a target or as a small LM that drafts.
-
-    layered: None if it only runs as a whole. predicted: the ids [K], ascending, of the tokens that it has logits for;
-    None: its whole vocabulary.
-    """
+    """A frozen causal LM that runs the rows (tokens) of a draft tree, as a target or as a small LM that drafts."""
 
     @property
     def config(self) -> PreTrainedConfig: ...
 
     @property
-    def predicted(self) -> Tensor | None: ...
+    def predicted(self) -> Tensor | None:
+        """The ids [K], ascending, of the tokens that the model has logits for; None: its whole vocabulary."""
 
     def cache(self, capacity: int) -> "RowCache":
         """An empty cache for the rows of one text."""
@@ -149,31 +145,27 @@ class Target(Runnable, Protocol):
     def rows(
         self, tokens: Tensor, positions: Tensor, visible: Tensor, cache: "RowCache", *, last_only: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Feed tokens [n] at positions [n] after the contents of `cache`; visible bool [n, cached + n].
+        """Feed tokens [n] at positions [n] after the contents of `cache`; visible [row, key]: bool [n, cached + n].
 
-        Returns the last hidden states [n, d], and next-token logits [n, V], or with `last_only` only those of the last
-        row, [1, V].
+        Returns the last hidden states [n, d], and next-token logits [n, V], with `last_only` of the last row only [1,
+        V].
         """
 
 
 class RunnableLayers(Runnable, Protocol):
-    """Layers that run on hidden states: a `LayerStack`, or the layers of a draft head, which is not a target.
-
-    windows: how many positions each layer sees; None: all. tables: cos and sin [P, D] of every rotary table, at the
-    reserved positions.
-    """
+    """Layers that run on hidden states: a `LayerStack`, or the layers of a draft head, which is not a target."""
 
     @property
     def layers(self) -> Sized: ...
 
     @property
-    def windows(self) -> Sequence[int | None]: ...
+    def windows(self) -> Sequence[int | None]: ...  # how many positions each layer sees; None: all
 
     @property
-    def tables(self) -> tuple[tuple[Tensor, Tensor], ...]: ...
+    def tables(self) -> tuple[tuple[Tensor, Tensor], ...]: ...  # cos and sin [P, D] at the P reserved positions
 
     def reserve(self, position_count: int) -> None:
-        """Prepare `rotary` for positions 0..positions−1."""
+        """Prepare `rotary` for positions 0..position_count−1."""
 
     def rotary(self, positions: Tensor) -> Rotary:
         """The rotary tables at positions [B, Q], which must have been reserved."""

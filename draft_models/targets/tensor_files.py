@@ -2,7 +2,7 @@
 
 `open_tensors` reads the index of a model in any format. Its `TensorFiles` then reads tensors (`read`), hands them to
 transformers (`open_for_transformers`), or hashes them (`digests`: a hash for each part of the model; `digest`: one hash
-of a few rows).
+of a few rows). A `Stored` is a tensor in a file: its type and shape, and a function that reads its content.
 """
 
 import hashlib
@@ -22,16 +22,10 @@ from torch import Tensor
 from outrider.base.errors import UserError, warn_once
 from outrider.base.files import read_mapping
 from outrider.base.progress import Stage, track_progress
+from outrider.draft_models.formats import stored_tensors
 from outrider.draft_models.formats.convert import description_location, find_original, locate_file
 from outrider.draft_models.formats.folder_model import FolderModel, Original, require_weights
-from outrider.draft_models.formats.stored_tensors import (
-    CONFIG_FILE,
-    SAFETENSORS,
-    TYPES,
-    Stored,
-    name_unreadable,
-    open_safetensors,
-)
+from outrider.draft_models.formats.stored_tensors import CONFIG_FILE, SAFETENSORS, Stored, name_unreadable
 
 if TYPE_CHECKING:
     from outrider.draft_models.formats.gguf_codes import CodedRows
@@ -41,17 +35,14 @@ BASE_PREFIX = "model."
 _WRAPPERS = re.compile(r"(?:(?:_orig_mod|module|base_model\.model)\.)*")
 _PIECES, _PIECE_BYTES = 32, 512  # a tensor's sample: pieces, and bytes per piece; 4 MB for a model of 7 B parameters
 _BLOCK_BYTES = 2**22  # bytes of a tensor held at once when all of it is hashed
-_NAMES = {dtype: name for name, dtype in TYPES.items()}
+_NAMES = {dtype: name for name, dtype in stored_tensors.TYPES.items()}  # torch's types → names in safetensors
 _NUMBERED = re.compile(r".+?\.\d+(?=\.)")  # "model.layers.3" of "model.layers.3.mlp.up_proj.weight"
 
 
 @dataclass
 class TensorFiles:
-    """The tensors of a checkpoint by name. Files are located, and on the Hub fetched, only on `read`.
-
-    Names are those of the causal LM, even if the checkpoint was saved without the head and the "model." prefix, or with
-    a wrapper's prefix.
-    """
+    """The tensors of a checkpoint by name. Files are located, and on the Hub fetched, only on `read`. Names are those
+    of the causal LM, even if it was saved without the head and the "model." prefix, or with a wrapper's prefix."""
 
     source: str
     revision: str | None
@@ -60,23 +51,20 @@ class TensorFiles:
     lacks_prefix: bool = False  # saved as a base model: the stored names lack `BASE_PREFIX`
     wrapper_prefix: str = ""  # a wrapper's prefix of all stored names
     original: Original | None = None  # the model, if it is not plain safetensors: its tensors are read from there
-    bytes_read: int = field(default=0)
-    tensors_read: int = field(default=0)
-    bytes_hashed: int = field(default=0)
+    bytes_read: int = 0  # by `read` and by transformers, so far
+    tensors_read: int = 0
+    bytes_hashed: int = 0
     _counting: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     def read(
         self, names: Iterable[str], dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
     ) -> dict[str, Tensor]:
-        """Read exactly the tensors in `names`, in `dtype` if it is given; adds their stored size to `bytes_read`.
-
-        Without `dtype`, tensors keep their stored type; integer tensors always do. device: each tensor is moved there
-        as soon as it is read. Raises `UserError`.
-        """
+        """Read exactly the tensors in `names`, in `dtype`; without `dtype`, and integer tensors always, in their stored
+        type. Each tensor is moved to `device` as soon as it is read. Adds stored sizes to `bytes_read`. Raises
+        `UserError`."""
         tensors, tensor_names = {}, list(names)
-        for name, stored in track_progress(
-            self.open_stored(tensor_names), f"reading {self.source}", "tensors", len(tensor_names)
-        ):
+        stored_by_name = self.open_stored(tensor_names)
+        for name, stored in track_progress(stored_by_name, f"reading {self.source}", "tensors", len(tensor_names)):
             tensor = self._read(name, stored)
             tensor = tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
             tensors[name] = tensor.to(device)
@@ -93,7 +81,7 @@ class TensorFiles:
     def open_for_transformers(
         self, names: Iterable[str], device: torch.device | str, stage: Stage
     ) -> dict[str, Stored]:
-        """The tensors in `names`, which transformers will read, and `stage` counts; on the meta device only shapes."""
+        """The tensors in `names`, which transformers will read; only shapes on the meta device. stage: counts reads."""
         only_shapes = torch.device(device).type == "meta"
 
         def read(name: str, tensor: Stored) -> Tensor:
@@ -103,7 +91,7 @@ class TensorFiles:
         return {name: replace(stored, read=partial(read, name, stored)) for name, stored in self.open_stored(names)}
 
     def paths(self) -> list[Path] | None:
-        """The files of its weights and its descriptions; None if some weights are not on this machine."""
+        """The files of its weights, config and tokenizer; None if some weights are not on this machine."""
         if self.original is not None:
             return [*self.original.files.values()]
         paths = [self._locate(file, fetch=False) for file in {CONFIG_FILE, *self.file_of.values()}]
@@ -124,15 +112,14 @@ class TensorFiles:
         """
         hash_of_tensor: dict[str, bytes] = {}
         incomplete: set[str] = set()
-        # Reading and hashing release the GIL. A part of a quantised tensor may be had by decoding the whole tensor.
+        # Reading and hashing release the GIL. A part of a quantised tensor may need all of it decoded: one at a time.
         with ThreadPoolExecutor(None if self.original is None else 1) as pool:
             for file, members in self._group_by_file(names).items():
                 if not fetch and self.original is None and self._locate(file, fetch) is None:
                     incomplete |= {part_of(name) for name in members}
                     continue
-                futures = {
-                    name: pool.submit(_hash_tensor, name, x, full) for name, x in self._open_file(file, members).items()
-                }
+                stored_by_name = self._open_file(file, members)
+                futures = {name: pool.submit(_hash_tensor, name, x, full) for name, x in stored_by_name.items()}
                 for name, future in track_progress(futures.items(), f"hashing {self.source}", "tensors"):
                     with name_unreadable(self.source, f"tensor {name!r}"):
                         hash_of_tensor[name], bytes_read = future.result()
@@ -163,7 +150,7 @@ class TensorFiles:
         return names_by_file
 
     def codes(self, name: str) -> "CodedRows | None":
-        """A weight as it is stored, where a CPU can multiply it so."""
+        """A quantised weight as it is stored, where a CPU can multiply it so; else None."""
         return None if self.original is None else self._tensors[self._name_in_file(name)].codes()
 
     @cached_property
@@ -177,7 +164,7 @@ class TensorFiles:
         elsewhere = (self._name_in_file(name) for name, source_file in self.file_of.items() if source_file != file)
         file_tensors = SAFETENSORS.open_part(self.source, file, self._locate(file), name_in_file.values(), elsewhere)
         tensors = {name: file_tensors[name_in_file[name]] for name in names}
-        require_weights(self.source, tensors, self._locate(CONFIG_FILE))
+        require_weights(self.source, tensors, self._locate(CONFIG_FILE))  # refuses codes without scales
         return tensors
 
     def _name_in_file(self, name: str) -> str:
@@ -195,10 +182,8 @@ def part_of(name: str) -> str:
 
 
 def open_tensors(source: str, revision: str | None = None) -> TensorFiles:
-    """The tensor index of a model in any format, in a local directory or a Hub repository; reads no weights.
-
-    Raises `UserError`, also for an index that is damaged or names a file outside the directory.
-    """
+    """The tensor index of a model in any format, in a local directory or a Hub repository; reads no weights. Raises
+    `UserError`, also for an index that is damaged or names a file outside the directory."""
     original = find_original(source, revision)
     location = (str(original.folder), None) if isinstance(original, FolderModel) else (source, revision)
     model_file = None if original else locate_file(*location, SAFETENSORS.single)  # transformers prefers it to an index
@@ -206,7 +191,7 @@ def open_tensors(source: str, revision: str | None = None) -> TensorFiles:
     if original is not None:
         file_of = dict.fromkeys(original.tensors(), source)
     elif model_file is not None:
-        file_of = dict.fromkeys(open_safetensors(model_file), SAFETENSORS.single)
+        file_of = dict.fromkeys(stored_tensors.open_safetensors(model_file), SAFETENSORS.single)
     elif index_file is not None:
         file_of = SAFETENSORS.file_of(Path(index_file))
     else:
@@ -214,18 +199,16 @@ def open_tensors(source: str, revision: str | None = None) -> TensorFiles:
             f"{source}: no {SAFETENSORS.single} or {SAFETENSORS.index} there; expected a safetensors checkpoint, "
             "pytorch_model.bin, or a GGUF file (convert other formats with model.save_pretrained)"
         )
-    wrapper_prefix = min((match[0] for name in file_of if (match := _WRAPPERS.match(name))), key=len, default="")
-    wrapper_prefix = wrapper_prefix if all(name.startswith(wrapper_prefix) for name in file_of) else ""
-    if wrapper_prefix:
-        warn_once(
-            f"{source}: the names of its tensors begin with {wrapper_prefix!r}, which a wrapper put there; left out"
-        )
-    file_of = {name.removeprefix(wrapper_prefix): file for name, file in file_of.items()}
+    wrapper = min((match[0] for name in file_of if (match := _WRAPPERS.match(name))), key=len, default="")
+    wrapper = wrapper if all(name.startswith(wrapper) for name in file_of) else ""
+    if wrapper:
+        warn_once(f"{source}: the names of its tensors begin with {wrapper!r}, which a wrapper put there; left out")
+    file_of = {name.removeprefix(wrapper): file for name, file in file_of.items()}
     top_modules = {name.partition(".")[0] for name in file_of}
     lacks_prefix = BASE_PREFIX[:-1] not in top_modules and bool(top_modules & {"layers", "embed_tokens", "decoder"})
     if lacks_prefix:
         file_of = {key if key.startswith("lm_head.") else BASE_PREFIX + key: file for key, file in file_of.items()}
-    return TensorFiles(source, revision, file_of, location, lacks_prefix, wrapper_prefix, original)
+    return TensorFiles(source, revision, file_of, location, lacks_prefix, wrapper, original)
 
 
 def require_no_adapter(source: str, revision: str | None, role: str) -> None:
@@ -241,16 +224,13 @@ def require_no_adapter(source: str, revision: str | None, role: str) -> None:
 
 
 def find_file(source: str, file_name: str, revision: str | None) -> str | None:
-    """The local path of a file, other than weights, of a model in any format, fetched if necessary; None if there is
-    no such file."""
+    """The local path of a file, other than weights, of a model in any format; fetches the file; None: no such file."""
     return locate_file(*description_location(source, revision), file_name)
 
 
 def _hash_tensor(name: str, stored: Stored, reads_all: bool) -> tuple[bytes, int]:
-    """sha256 of one tensor, or of its sample, and the number of bytes read.
-
-    On CPUs with SHA instructions sha256 is the standard library's fastest hash.
-    """
+    """sha256 of one tensor, or of its sample, and the number of bytes read."""
+    # On CPUs with SHA instructions sha256 is the standard library's fastest hash.
     hasher, bytes_read = hashlib.sha256(f"{name} {_NAMES[stored.dtype]} {stored.shape} ".encode()), 0
     for piece in stored.pieces(_sample_ranges(stored.nbytes, reads_all)):
         hasher.update(piece)

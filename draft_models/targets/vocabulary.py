@@ -26,9 +26,10 @@ from outrider.base.words import did_you_mean
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-KWARGS = "chat_template_kwargs"
+KWARGS = "chat_template_kwargs"  # the option with the arguments of a chat template
 _JINJA = Environment(extensions=["jinja2.ext.loopcontrols"])
 _GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")  # a tag that only transformers knows
+# The variables that transformers gives to every template.
 _PROVIDED = {*DEFAULT_NAMESPACE, "messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"}
 _DIRECTIVE = re.compile(r"(?<!\{)%[-_0^#]?[A-Za-z]")  # of strftime
 # A macro that replaces the directives of a time format by their values; it refuses a format with further directives.
@@ -37,7 +38,7 @@ _CLOCK = """{%% macro strftime_now(format) %%}{%% set text = format.replace("%%%
 {{ raise_exception("its clock shows what is not known") if "%%" in text else text.replace("\ue001", "%%") }}\
 {%% endmacro %%}
 """  # transformers leaves out a line break after a tag
-_ROWS_ATTR = "embedding_rows"  # on a tokenizer: the number of ids that its model can read
+_ROWS_ATTR = "embedding_rows"  # an attribute set on a tokenizer: the number of ids that its model can read
 
 
 class UnusableTextError(UserError):
@@ -49,10 +50,8 @@ class UnusableTextError(UserError):
 
 
 def vocabulary_digest(vocab: Mapping[str, int]) -> str:
-    """sha256 over the pieces by id: equal if and only if a table's ids mean the same to a tokenizer.
-
-    vocab: `tokenizer.get_vocab()`; a SentencePiece model and the Hugging Face tokenizer made from it agree.
-    """
+    """sha256 over the pieces by id in `tokenizer.get_vocab()`: equal if and only if the ids mean the same. A
+    SentencePiece model and the Hugging Face tokenizer made from it agree."""
     pieces_by_id = sorted((token_id, piece) for piece, token_id in vocab.items())
     return hashlib.sha256(json.dumps(pieces_by_id).encode()).hexdigest()
 
@@ -70,11 +69,8 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def limit_rows(tokenizer: PreTrainedTokenizerBase, row_count: int) -> PreTrainedTokenizerBase:
-    """`tokenizer`, for an embedding of `row_count` rows. No text may contain tokens without a row.
-
-    Fine-tuning often adds a token without a row, for padding. Raises `UserError` if such a token begins or ends every
-    text.
-    """
+    """`tokenizer`, for an embedding of `row_count` rows. No text may contain tokens without a row: fine-tuning often
+    adds such a padding token. Raises `UserError` if a token without a row begins or ends every text."""
     setattr(tokenizer, _ROWS_ATTR, row_count)
     end_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     require_rows([*tokenizer("a text")["input_ids"], *end_ids], tokenizer, f"{tokenizer.name_or_path}: any text")
@@ -93,16 +89,16 @@ def require_rows(ids: Sequence[int] | np.ndarray, tokenizer: PreTrainedTokenizer
         token = tokenizer.convert_ids_to_tokens(largest_id)
         fault = f"holds the token {token!r} (id {largest_id}), and the model's embedding has {row_count} rows"
         remedy = "leave it out of the text, or give a model whose embedding was resized for it"
-        raise UnusableTextError(f"{where} {fault}; {remedy}", "token")
+        raise UnusableTextError(f"{where} {fault}; {remedy}", reason="token")
 
 
 def bind_arguments(
     tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, object], template: str = "auto", option: str = KWARGS
 ) -> PreTrainedTokenizerBase:
-    """A copy of `tokenizer` whose chat template has `arguments`; the tokenizer itself if there are none.
+    """A copy of `tokenizer` whose chat template begins by setting `arguments`; the tokenizer itself without arguments.
 
-    The arguments are set at the begin of the template. Raises `UserError`, naming `option`, for an argument that the
-    template which renders chat (see `PromptTemplate`) does not read.
+    template: what renders chats: the tokenizer's chat template for "auto" or "tokenizer", else a built-in template.
+    Raises `UserError`, naming `option`, for an argument that the template does not read.
     """
     if not arguments:
         return tokenizer
@@ -116,7 +112,7 @@ def bind_arguments(
     for name, value in arguments.items():
         expected = f"{', '.join(variables) or 'none'}, which the chat template reads{did_you_mean(name, variables)}"
         require(name in variables, f"{option}.{name}", value, expected)
-        is_json = value == json.loads(json.dumps(value, default=str), parse_constant=str)
+        is_json = value == json.loads(json.dumps(value, default=str), parse_constant=str)  # others become texts
         require(is_json, f"{option}.{name}", value, "what JSON has: texts, numbers, true, false, null, lists, objects")
     set_statements = "".join(f"{{% set {name} = {value!a} %}}\n" for name, value in sorted(arguments.items()))
     bound, templates = copy(tokenizer), {name: set_statements + source for name, source in template_texts.items()}
@@ -125,10 +121,8 @@ def bind_arguments(
 
 
 def clock_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """What is put before a chat template that reads a clock, so that the clock shows the time of this run.
-
-    "" outside a run, and for a template that reads no clock.
-    """
+    """What is put before a chat template that reads a clock, so that the clock shows the time of this run. "" outside a
+    run, and for a template that reads no clock."""
     template_text = str(tokenizer.chat_template)
     if "strftime_now" not in template_text or (time := run_time()) is None:
         return ""

@@ -1,4 +1,8 @@
-"""Tiny random models for rehearsing a command, created without a network."""
+"""Tiny random models for rehearsing a command, created without a network: a target, and drafters of every kind.
+
+A `Reading` has the sizes and conventions by which the files of a draft head are read. Its taps are the boundaries of
+the target's layers whose hidden states the head reads.
+"""
 
 import copy
 import shutil
@@ -47,18 +51,17 @@ _SIZES = {  # of a config, where it has them
     "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
     "bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258,
 }  # fmt: skip
-LLAMA = LlamaConfig(pad_token_id=0)
+LLAMA = LlamaConfig(pad_token_id=0)  # not None, so that `shrink_config` sets the id
 
 
 def save_tiny_models(folder: Path, base: PreTrainedConfig | None = None) -> str:
     """Write random models, always the same, to `folder`: `TARGET` and its drafters. Returns their architecture.
 
-    base: the config of a model whose architecture is used if it can be made tiny and run layer by layer; else, and for
-    None, it is a Llama's.
+    base: the config whose architecture is used if it can be made tiny and run layer by layer; else Llama's is used.
 
     `TARGET` and `SMALL_LM` are ordinary Hugging Face directories with the same tokenizer. `EARLY_EXIT` holds an early
     exit, `EAGLE3` an EAGLE-3 head, `MTP` an MTP head if the target has a rope, `DFLASH` a DSpark drafter, `TABLE` an
-    n-gram table. The small LM, the early exit and the EAGLE-3 head have calibration heads.
+    n-gram table. The small LM, the early exit and the EAGLE-3 head have calibration heads, which predict acceptance.
     """
     transformers_logging.disable_progress_bar()
     if base is not None:
@@ -91,30 +94,28 @@ def _save_tiny_models(folder: Path, config: PreTrainedConfig) -> str:
         save_tiny_model(folder / name, config, seed)
     target = open_target(str(folder / TARGET))
     config, tokenizer = target.config, target.tokenizer
-    drafter = EarlyExit(target.layers(exit_layers(config, 1), dtype=torch.float32), 1, own_head=True)
-    save_pretrained(folder / EARLY_EXIT, drafter, target.fingerprint, {}, torch.float32)
+    drafter = EarlyExit(target.layers(exit_layers(config, 1), dtype=torch.float32), exit_layer=1, own_head=True)
+    save_pretrained(folder / EARLY_EXIT, drafter, target.fingerprint, training={}, dtype=torch.float32)
     calibration_head = CalibrationHead(config.hidden_size, config.hidden_size)
     identity = {"target": model_identity(target.files)}
     save_calibration(folder / EARLY_EXIT, calibration_head, read_meta(folder / EARLY_EXIT).weights_sha256, identity)
-    save_head(folder / EAGLE3, tiny_head(config), "specforge", config, TARGET)
+    save_head(folder / EAGLE3, tiny_head(config), dialect="specforge", target=config, target_name=TARGET)
     save_drafter(folder / DFLASH, tiny_block_drafter(config), config)
     for name in (SMALL_LM, EAGLE3):
         (folder / name / HEAD_FOLDER).mkdir()
         digest = drafter_digest(open_tensors(str(folder / name)))
         save_calibration(folder / name / HEAD_FOLDER, calibration_head, digest, identity)
-    with suppress(UserError):
+    with suppress(UserError):  # of a target without rope
         save_tiny_mtp(folder / MTP, config)
     token_ids = tokenizer("to be or not to be, that is the question, or not ")["input_ids"]
     digest = vocabulary_digest(tokenizer.get_vocab())
-    TrigramTable.from_documents([token_ids], (2, 3, 4), VOCABULARY, digest).save(folder / TABLE)
+    TrigramTable.from_documents([token_ids], (2, 3, 4), VOCABULARY, digest).save(folder / TABLE)  # orders 2 to 4
     return str(config.model_type)
 
 
 def save_tiny_model(folder: Path, config: PreTrainedConfig, seed: int = 0, template: str | None = None) -> None:
-    """Write a causal LM with random weights and a byte-level tokenizer as a Hugging Face directory.
-
-    config: a `shrink_config` one. template: the tokenizer's chat template.
-    """
+    """Write a causal LM of a tiny `config` with random weights, and a byte-level tokenizer with the chat template
+    `template`, as a Hugging Face directory."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
@@ -157,8 +158,8 @@ def random_weights(shapes: Shapes) -> dict[str, Tensor]:
 
 
 def save_tiny_mtp(folder: Path, target: PreTrainedConfig) -> None:
-    """Write a random MTP head of `target`, as Qwen3-Next's targets have it. Raises `UserError` for one without rope."""
-    shapes = head_shapes(read_shapes({"fc.weight": (target.hidden_size,)}, target, "qwen"), MtpHead)
+    """Write a random MTP head of `target`, as Qwen3-Next has it. Raises `UserError` for a target without rope."""
+    shapes = head_shapes(read_shapes({"fc.weight": (target.hidden_size,)}, target, spelling="qwen"), MtpHead)
     weights = {qwen_name(name): weight for name, weight in random_weights(shapes).items()}
     folder.mkdir()
     save_file(weights, folder / SAFETENSORS.single)

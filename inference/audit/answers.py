@@ -4,7 +4,8 @@ A line of the file has a prompt, the answer, and how the answer's tokens were ch
 
     {"prompt_ids": [1, 5], "output_ids": [9, 2], "temperature": 0}        or texts: {"prompt": "Hi", "text": " there"}
 
-The answers of a server are written to such a file batch by batch, so that a killed run can resume.
+The answers of a server are written to such a file batch by batch, so that a killed run can resume. The identity of a
+run is everything that determines its answers. An answer is retokenised if its ids are made of its text.
 """
 
 from collections.abc import Collection
@@ -30,7 +31,7 @@ from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.settings.tools import OF_SERVERS, AuditConfig
 
 ANSWERS = "answers.jsonl"
-ROUNDS = 4  # requests of each connection between two writes; a killed run repeats at most so many
+ROUNDS = 4  # requests of each connection between two writes; a killed run repeats at most this number
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,11 @@ class ServedAnswer(SamplingConfig):
     output_ids: list[int] = field(default_factory=list)
     prompt: str = ""
     text: str = ""
-    retokenised: bool = False  # output_ids are of a text
+    retokenised: bool = False
 
 
 def read_answers(file: str, target: OpenTarget) -> dict[int, ServedAnswer]:
-    """The answers in a file, by line number. Raises `UserError` that names a line without a valid answer."""
+    """The answers in a file, by line number. Raises `UserError`, naming the line, for a line without a valid answer."""
     answers_by_line = {}
     for line_number, record in read_file(Path(file)):
         try:
@@ -58,7 +59,7 @@ def read_answers(file: str, target: OpenTarget) -> dict[int, ServedAnswer]:
 
 
 def with_ids(answer: ServedAnswer, target: OpenTarget) -> ServedAnswer:
-    """`answer` with the ids of its texts. Raises `UserError` for unknown ids and for more than the target's context."""
+    """`answer` with the ids of its texts. Raises `UserError` for unknown ids, and beyond the target's context."""
     context = context_limit(target.config)
     for key, text, ids in (("prompt", answer.prompt, answer.prompt_ids), ("text", answer.text, answer.output_ids)):
         require(not (text and ids), key, text, "a text or ids, not both")
@@ -78,20 +79,19 @@ def request_answers(
     config: AuditConfig, target: OpenTarget, eos: Collection[int], folder: Path
 ) -> dict[str, int | None]:
     """Request the missing answers and write all to answers.jsonl in `folder`. Returns the numbers of all prompts and of
-    unanswered ones. Raises `UserError` for a server or prompts that cannot be used, and if the answers that are there
-    were requested with other settings.
-    """
-    answers_path, name_by_prompt = folder / ANSWERS, _prompts(config, target)
+    unanswered prompts. Raises `UserError` for a server or prompts that cannot be used, and if answers in the file were
+    requested with other settings. eos: the target's end tokens."""
+    answers_path, name_by_prompt = folder / ANSWERS, _names_by_prompt(config, target)
     server_options = {name: getattr(config, name) for name in OF_SERVERS if name in GenerateConfig.__dataclass_fields__}
     settings = GenerateConfig(
         target=config.target, server=config.server, seed=config.seed, data=DataConfig(), greedy_tokens=0,
         batch_size=ROUNDS * config.concurrency, **server_options,
     )  # fmt: skip
     context, vocab_size = context_limit(target.config), target.config.vocab_size
-    server = TargetServer(settings, target.tokenizer, eos, context, vocab_size, checked=False)
+    server = TargetServer(settings, target.tokenizer, eos, context, vocab_size, checked=False)  # judged afterwards
     template, identity = ServedAnswer(**asdict(settings.sampling)), settings.decisions() | {"served": server.model}
     identity |= {KWARGS: config.chat_template_kwargs} if config.chat_template_kwargs else {}
-    identity["server"] = config.server  # it is judged, not only asked
+    identity["server"] = config.server  # the server is judged, not only asked
     answers: list[ServedAnswer] = []
     if answers_path.exists():
         old_identity = read_mapping(folder / RUN_FILE, "record of what was asked", "give another out_dir")
@@ -103,6 +103,7 @@ def request_answers(
     for start in track_progress(range(0, len(open_prompts), settings.batch_size), "asking", "batches"):
         batch = open_prompts[start : start + settings.batch_size]
         limits = [min(config.max_new_tokens, server.context - len(ids)) for ids in batch]
+        # As many numbers as the answer may have tokens, of turn 0; the server's seed is made of the first number.
         draws = [uniforms(config.seed, name_by_prompt[ids], 0, limit) for ids, limit in zip(batch, limits, strict=True)]
         for ids, reply in zip(batch, server.answer(batch, draws), strict=True):
             if reply.tokens:
@@ -116,8 +117,8 @@ def request_answers(
     return {"prompts": len(name_by_prompt), "unanswered": len(name_by_prompt.keys() - answered_prompts)}
 
 
-def _prompts(config: AuditConfig, target: OpenTarget) -> dict[tuple[int, ...], str]:
-    """The prompts' names by the ids of their first turns."""
+def _names_by_prompt(config: AuditConfig, target: OpenTarget) -> dict[tuple[int, ...], str]:
+    """The prompts' names by the token ids of their first turns."""
     name_by_prompt, tokenizer = {}, bind_arguments(target.tokenizer, config.chat_template_kwargs, config.template)
     for prompt in read_prompts(config.prompts, limit=config.num_prompts):
         ids = render_prompt(

@@ -5,9 +5,13 @@ The unit is the rounding error of transformers' own pass in the server's precisi
 from the target's distributions (`inference.audit.draws`).
 
     audit           reads or requests the answers, and writes the report
-    score_answers   the target's reading of a file: an `AuditArm`
+    score_answers   the target's reading of a file: an `AuditArm`, of the answers or of control answers
     judge_arm       the judgement of an arm: a `Finding`
     write_page      report.md
+
+A reference (`lossless.Reference`) has the logits in twice the server's precision, the stock logits (of transformers'
+own pass in that precision), and the noise (the rounding error of the stock logits). Control answers are the same
+server's without drafting: if they have faults too, drafting is not the only cause.
 """
 
 import math
@@ -28,16 +32,7 @@ from outrider.base.streams import Streams
 from outrider.base.words import Table
 from outrider.draft_models.targets.open_target import open_target, pick_device, pick_dtype, stored_dtype
 from outrider.inference.audit.answers import ANSWERS, ServedAnswer, read_answers, request_answers
-from outrider.inference.audit.draws import (
-    SIMULATED,
-    Draws,
-    draws_of,
-    join_draws,
-    most_tried,
-    p_values,
-    refute,
-    tokens_needed,
-)
+from outrider.inference.audit.draws import SIMULATED, Draws, draws_of, most_tried, p_values, refute, tokens_needed
 from outrider.inference.core.sampling import Sampler, invert
 from outrider.inference.loading.models import load_reference
 from outrider.inference.loading.target_setup import end_tokens
@@ -52,28 +47,26 @@ SHOWN = 10  # tokens of a kind in report.md, at most
 
 
 class JudgedToken(NamedTuple):
-    """A token of an answer: its line, its position there, the likeliest token in its place, and `off`.
+    """A token of an answer, as the target judges it."""
 
-    off: of a greedy token, how far its logit is below the best logit, in rounding errors; of a sampled token, the
-    probability to draw a token that is no likelier.
-    """
-
-    line: int
-    position: int
+    line: int  # of the file of answers
+    position: int  # in the answer
     token: int
-    likeliest: int
+    likeliest: int  # the likeliest token in its place
+    # Of a greedy token: how far its logit is below the best logit, in rounding errors. Of a sampled token: the
+    # probability to draw a token that is no likelier.
     off: float
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The judgement of a file. faults: sentences; at: the faulty tokens; numbers: the evidence."""
+    """The judgement of a file."""
 
-    faults: tuple[str, ...]
-    at: tuple[JudgedToken, ...]
-    numbers: Mapping[str, float | None]
-    oddest: tuple[JudgedToken, ...]
-    unlikeliest: tuple[JudgedToken, ...]
+    faults: tuple[str, ...]  # sentences
+    at: tuple[JudgedToken, ...]  # the faulty tokens
+    numbers: Mapping[str, float | None]  # the evidence by name
+    oddest: tuple[JudgedToken, ...]  # the worst outliers (see `AuditArm`), at most `SHOWN`
+    unlikeliest: tuple[JudgedToken, ...]  # the least likely sampled tokens, at most `SHOWN`
 
     @property
     def verdict(self) -> str:
@@ -85,23 +78,19 @@ class Finding:
 
 @dataclass
 class AuditArm:
-    """The target's reading of a file of answers.
+    """The target's reading of a file of answers. Outliers are greedy tokens that are not the best, and sampled tokens
+    that top_k, top_p or min_p exclude."""
 
-    outliers: greedy tokens that are not the best, and sampled tokens that top_k, top_p or min_p exclude. sampled,
-    draws: all other sampled tokens, and their statistics. simulated: by fault, draws of a server with this fault.
-    """
-
-    deviations: list[lossless.Deviation] = field(default_factory=list)
+    deviations: list[lossless.Deviation] = field(default_factory=list)  # a summary of each part's outliers
     outliers: list[JudgedToken] = field(default_factory=list)
-    sampled: list[JudgedToken] = field(default_factory=list)
-    draws: list[Draws] = field(default_factory=list)
-    simulated: dict[str, list[Draws]] = field(default_factory=dict)
+    sampled: list[JudgedToken] = field(default_factory=list)  # without outliers
+    draws: list[Draws] = field(default_factory=list)  # the statistics of `sampled`
+    simulated: dict[str, list[Draws]] = field(default_factory=dict)  # by fault (as a wrong temperature), draws with it
 
 
 def audit(config: AuditConfig) -> None:
     """Judge `config.answers`, write report.md and report.json to `config.out_dir`, and print report.md. Ends the
-    process with status 1 if the answers have a fault. Raises `UserError` for bad input.
-    """
+    process with status 1 if the answers have a fault. Raises `UserError` for bad input."""
     out_dir = require_writable(config.out_dir)
     with only_run_of(join_processes(), out_dir, "an audit", config.resume):
         expected = "a directory without an audit; resume=true judges anew, and asks a server what is missing"
@@ -138,7 +127,7 @@ def judge_answers(
     }
     findings = {name: judge_arm(arms[name], arm_answers, config.level) for name, arm_answers in answers_by_arm.items()}
     generator = torch.Generator().manual_seed(streams.number("power", bits=64))
-    draws_by_fault = {fault: join_draws(draw_parts) for fault, draw_parts in arms["answers"].simulated.items()}
+    draws_by_fault = {fault: Draws.join(draw_parts) for fault, draw_parts in arms["answers"].simulated.items()}
     return findings, {fault: tokens_needed(draws, config.level, generator) for fault, draws in draws_by_fault.items()}
 
 
@@ -181,21 +170,21 @@ class AnswerPart:
         """The scores [t, V] by which tokens are chosen, from logits [t, V], with the settings of `answer`."""
         sampler = Sampler(answer or self.answer)
         if sampler.greedy and not sampler.reads_context:
-            return logits  # in all of their precision
+            return logits  # not rounded: `Sampler` computes in float32
         prompt_length = len(self.reference.prompt)
         all_ids = torch.tensor([*self.reference.prompt, *self.reference.text], device=logits.device)
         contexts = [all_ids[: prompt_length + row] for row in range(len(logits))]
         return sampler.scores(logits, contexts if sampler.reads_context else None)
 
     def tokens_at(self, rows: Tensor, best_ids: Tensor, distances: Tensor) -> list[JudgedToken]:
-        """The tokens in `rows`, with their positions in the answer."""
+        """The judged tokens in `rows` [n]. best_ids [t]: the likeliest tokens; distances [n]: `JudgedToken.off`."""
         columns = (column.tolist() for column in (rows + self.start, self.tokens[rows, 0], best_ids[rows], distances))
         return [JudgedToken(self.line, *token_fields) for token_fields in zip(*columns, strict=True)]
 
     def off(self, measure: Callable[[Tensor], Tensor]) -> Tensor:
-        """`measure` in units of the rounding errors [t]. If one would be a fault, above `GAP`, the unit is the largest
-        error of readings in several piece lengths (`Reference.tipping_noise`)."""
-        distances = measure(self.reference.logits_noise)
+        """`measure` in units of the rounding errors [t]. If a distance would be a fault, above `lossless.GAP`, the unit
+        is the largest error of readings in pieces of several lengths (`Reference.tipping_noise`)."""
+        distances = measure(self.reference.logits_noise)  # `tipping_noise` gives (units of states, of logits)
         return measure(self.reference.tipping_noise()[1]) if bool((distances > lossless.GAP).any()) else distances
 
 
@@ -261,22 +250,23 @@ def measure_excess(config: SamplingConfig, scores: Tensor, tokens: Tensor, noise
 
 
 def _deviation(row_count: int, gaps: Tensor, stock_misses: int) -> lossless.Deviation:
-    """A server shows no keys and values, so only its choices are judged. stock_misses: transformers' other choices."""
+    """The summary of a part. A server shows no keys and values, so only its choices are judged. gaps: of outliers;
+    stock_misses: the number of other choices by the stock logits."""
     return lossless.Deviation(
         row_count, bulk=(0.0,), peak=0.0, peak_row=0, peak_position=0, gaps=tuple(gaps.tolist()), own_gaps=stock_misses
     )
 
 
 def judge_arm(arm: AuditArm, answers_by_line: Mapping[int, ServedAnswer], significance: float) -> Finding:
-    judgement, draws = lossless.judge_deviations(arm.deviations), join_draws(arm.draws) if arm.draws else None
-    first_token_rows = [row for row, token in enumerate(arm.sampled) if token.position == 0]
+    judgement, draws = lossless.judge_deviations(arm.deviations), Draws.join(arm.draws) if arm.draws else None
+    first_token_rows = [row for row, token in enumerate(arm.sampled) if token.position == 0]  # for the test "beginning"
     p_by_test = p_values(draws, first_token_rows) if draws else {}
     failed_tests = refute(p_by_test, significance)
     outliers = sorted(arm.outliers, key=lambda token: -token.off)
     sampled = sorted(arm.sampled, key=lambda token: token.off)
     faulty = [token for token in outliers if token.off > lossless.GAP]
     if "unlikeliest" in failed_tests:
-        faulty += [token for token in sampled if token.off * len(sampled) <= significance]
+        faulty += [token for token in sampled if token.off * len(sampled) <= significance]  # Bonferroni's bound
     failures = (f"the drawn tokens fail the test `{name}` (p = {p_by_test[name]:.1g})" for name in failed_tests)
     evidence = {
         "answers": len(answers_by_line),
@@ -286,7 +276,7 @@ def judge_arm(arm: AuditArm, answers_by_line: Mapping[int, ServedAnswer], signif
         "not_chosen_by_transformers": judgement.own_ties,
         "largest_gap": judgement.largest_gap,
         "sampled_tokens": len(sampled),
-        "surprise": draws.surprise if draws else None,
+        "surprise": draws.surprise if draws else None,  # in standard deviations (see `draws`)
         **{f"p_of_{test}": p_value for test, p_value in p_by_test.items()},
     }
     return Finding(

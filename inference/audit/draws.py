@@ -45,22 +45,19 @@ COPY_COUNT = 16  # draws from each distribution, for simulated audits
 
 
 class Draws(NamedTuple):
-    """The statistics of n drawn tokens x, float64 on the CPU. Of simulated tokens the first three have copies.
+    """The statistics of n drawn tokens x, float64 on the CPU. A simulation has several draws, copies, of each p."""
 
-    u [n, 2]: by likelihood and by id; simulated [n, copies, 2].
-    tail [n]: the probability of a token that is as unlikely as x; simulated [n, copies].
-    score [n]: log p(x) + H(p), a step of the martingale; simulated [n, copies].
-    variance [n]: of the score under p.
-    cumulants [n, λ]: log E exp(λ · score) under p.
-    shift [n]: the mean of the score under p as the server's precision rounds it.
-    """
+    u: Tensor  # [n, 2], simulated [n, copies, 2]: by likelihood and by id
+    tail: Tensor  # [n], simulated [n, copies]: the probability of a token that is no likelier than x
+    score: Tensor  # [n], simulated [n, copies]: log p(x) + H(p), a step of the martingale
+    variance: Tensor  # [n]: of the score under p
+    cumulants: Tensor  # [n, λ]: log E exp(λ · score) under p
+    shift: Tensor  # [n]: the mean of the score under p as the server's precision rounds it
 
-    u: Tensor
-    tail: Tensor
-    score: Tensor
-    variance: Tensor
-    cumulants: Tensor
-    shift: Tensor
+    @classmethod
+    def join(cls, parts: "Sequence[Draws]") -> "Draws":
+        """The tokens of all parts, one part after the other."""
+        return cls(*map(torch.cat, zip(*parts, strict=True)))
 
     @property
     def surprise(self) -> float:
@@ -68,20 +65,15 @@ class Draws(NamedTuple):
         return float(self.score.sum() / self.variance.sum().sqrt().clamp(min=1e-30))
 
 
-def join_draws(parts: Sequence[Draws]) -> Draws:
-    """The tokens of all parts, one part after the other."""
-    return Draws(*map(torch.cat, zip(*parts, strict=True)))
-
-
 def draws_of(
     log_p: Tensor, rounded_log_p: Tensor, tokens: Tensor, generator: torch.Generator, *, simulate: bool = True
 ) -> tuple[Draws, dict[str, Draws]]:
     """The tokens [n] as draws from log_p float64 [n, V]; with `simulate` also draws of servers with a fault, by fault.
 
-    rounded_log_p [n, V]: log_p in the server's precision. Inside, columns are in the order of likelihood.
+    rounded_log_p [n, V]: log_p in the server's precision.
     """
     cdf_by_id = log_p.exp().cumsum(-1)  # [n, V]: the probability of an id that is not larger
-    log_p, ids_by_rank = log_p.sort(-1, descending=True)
+    log_p, ids_by_rank = log_p.sort(-1, descending=True)  # from here, columns are in the order of likelihood
     p, cdf_by_id = log_p.exp(), cdf_by_id.gather(-1, ids_by_rank)
     entropy = torch.special.entr(p).sum(-1, keepdim=True)  # [n, 1]
     scores = (log_p + entropy).where(p > 0, 0)  # [n, V]; a token without probability counts for nothing
@@ -96,7 +88,7 @@ def draws_of(
 
     variance = (p * scores.square()).sum(-1).cpu()
     shift = (rounded_log_p.exp().gather(-1, ids_by_rank) * scores).sum(-1).cpu()
-    moments = [variance, _cumulants(p, entropy).cpu(), shift]
+    moments = [variance, _cumulants(p, entropy).cpu(), shift]  # of p, for all copies
     ranks = (ids_by_rank == tokens[:, None]).int().argmax(-1, keepdim=True)  # [n, 1]
     drawn = Draws(*(column[:, 0] for column in columns_of(ranks)), *moments)
     if not simulate:
@@ -110,7 +102,7 @@ def _cumulants(p: Tensor, entropy: Tensor) -> Tensor:
     power_sums, p_root = [], p
     for _ in range(ROOT_COUNT):
         p_root = p_root.sqrt()
-        power_sums += [(p * p_root).sum(-1), (p / p_root).nan_to_num(0).sum(-1)]
+        power_sums += [(p * p_root).sum(-1), (p / p_root).nan_to_num(0).sum(-1)]  # λ, then −λ
     return torch.stack(power_sums, -1).log() + LAMBDAS.to(p.device) * entropy
 
 
@@ -129,11 +121,11 @@ def _faults(p: Tensor) -> dict[str, Tensor]:
 
 
 def p_values(draws: Draws, first_token_rows: Sequence[int] = ()) -> dict[str, float]:
-    """By test, a bound on the probability of draws as unusual as these. first_token_rows: of each answer."""
+    """By test, a bound on the probability of draws as unusual as these. first_token_rows: of answers' first tokens."""
     n, sorted_u = len(draws.u), draws.u.sort(0).values  # [n, 2]
     ecdf_steps, centred_u = (torch.arange(n + 1) / n)[:, None], draws.u - 0.5
     max_distance = float(torch.maximum(ecdf_steps[1:] - sorted_u, sorted_u - ecdf_steps[:-1]).max())
-    correlation_z = float(12 * (centred_u[1:] * centred_u[:-1]).sum(0).abs().max()) / math.sqrt(n)
+    correlation_z = float(12 * (centred_u[1:] * centred_u[:-1]).sum(0).abs().max()) / math.sqrt(n)  # var(u) = 1/12
     # Subtract what rounding may add: errors of random sign, and a bias. Twice that, as the server rounds differently.
     rounding = 2 * (float(draws.shift.square().sum().sqrt()) + abs(float(draws.shift.sum())))
     score_sum = float(draws.score.sum())
@@ -161,13 +153,16 @@ def refute(p_by_test: Mapping[str, float], level: float) -> list[str]:
 
 
 def most_tried(sampled_count: int) -> int:
-    """The most tokens (a power of two) of a simulated audit, where so many are sampled; 0: none is simulated."""
+    """The most tokens (a power of two) of a simulated audit if `sampled_count` tokens are sampled; 0: no simulation."""
     max_tokens = min(MAX_TOKENS, LARGER * sampled_count)
-    return 1 << max_tokens.bit_length() >> 1 if max_tokens >= MIN_TOKENS else 0
+    return 1 << (max_tokens.bit_length() - 1) if max_tokens >= MIN_TOKENS else 0
 
 
 def tokens_needed(simulated: Draws, level: float, generator: torch.Generator) -> int | None:
-    """The number of tokens (a power of two) with which 9 of 10 audits refuse this fault; None: more than are tried."""
+    """The number of tokens (a power of two) with which 9 of 10 audits find a fault; None: more than `most_tried`.
+
+    simulated: draws of a server with the fault.
+    """
     token_count = MIN_TOKENS
     while token_count <= most_tried(len(simulated.tail)):
         detections = tries = 0
@@ -181,6 +176,6 @@ def tokens_needed(simulated: Draws, level: float, generator: torch.Generator) ->
 
 
 def _sample(simulated: Draws, token_count: int, generator: torch.Generator) -> Draws:
-    """`token_count` of the simulated tokens, drawn with replacement, of each one copy."""
+    """`token_count` of the simulated tokens, drawn with replacement, one copy (of u, tail and score) of each."""
     indices, copies = (torch.randint(size, (token_count,), generator=generator) for size in simulated.tail.shape)
     return Draws(*(column[indices, copies] for column in simulated[:3]), *(column[indices] for column in simulated[3:]))

@@ -1,4 +1,4 @@
-"""Continuation of many prompts by a target: the first tokens greedy, the rest sampled."""
+"""Continuation of many prompts by a target: the first tokens greedy, the others sampled."""
 
 import itertools
 import math
@@ -22,10 +22,10 @@ from outrider.inference.core.sampling import Sampler, invert, top_k_chunked
 from outrider.inference.core.token_selector import TokenSelector
 
 _NAN_TOKEN = -1  # instead of a token: the target's logits were NaN
-_MIN_STEPS = 4  # steps of a batch before its time is estimated; it is again after twice as many, and so on
-_SLOWER = 2  # times the seconds left: a batch that is estimated to take more is made smaller
+_MIN_STEPS = 4  # steps of a batch before its time is first estimated; then after 8, 16, … steps
+_SLOWER = 2  # a batch that is estimated to take more than this times the seconds left is made smaller
 
-# (index, answer to the prompt at that index) → the next prompt for the index and its numbers; None: no further one.
+# (index, answer to the prompt at that index) → the next prompt for the index and its uniform numbers; None: no prompt.
 After = Callable[[int, Answer], tuple[Sequence[int], Tensor] | None]
 
 
@@ -34,12 +34,11 @@ class Generator:
 
     The first `greedy_tokens` of an answer are the most likely tokens. The rest are drawn from `sampler`'s distribution,
     by inverting its cumulative sum at the prompt's own uniform numbers (Liu et al. 2023's hybrid generation). So an
-    answer is a function of its prompt and its numbers.
+    answer is a function of its prompt and its numbers. top_k_logits: the k of `Answer.top`; 0: none.
 
-    Over layers each prompt is decoded by the loop of one text, in a `Batch`. A model is fed padded batches instead:
-    then other prompts change last bits of an answer's logits. Raises `UserError` if it keeps its state elsewhere.
-    A batch too slow for its `seconds_left` goes on with fewer prompts, at least `smallest_batch`; the others stay
-    `UNANSWERED`.
+    A `LayerStack` decodes each prompt by the loop of one text, in a `Batch`. A model is fed padded batches: then other
+    prompts change last bits of an answer's logits. Raises `UserError` if a model keeps its state elsewhere. A batch too
+    slow for `seconds_left` goes on with fewer prompts, at least `smallest_batch`; the others stay `UNANSWERED`.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class Generator:
         *,
         greedy_tokens: int,
         top_k_logits: int = 0,
-        smallest_batch: int = sys.maxsize,
+        smallest_batch: int = sys.maxsize,  # then no batch is made smaller
     ):
         if sampler.reads_context:
             raise ValueError("prompts are decoded without their texts: no repetition penalty")
@@ -65,12 +64,12 @@ class Generator:
     def answer(self, prompts: Sequence[Sequence[int]], uniform_draws: Sequence[Tensor]) -> list[Answer]:
         """Continue each prompt (at least one token).
 
-        uniform_draws: uniform numbers in [0, 1), one per token it may emit. A single prompt that is too large for the
-        device's memory fails alone. A padded batch that is too large is halved, as are all later batches.
+        uniform_draws: of each prompt, numbers in [0, 1), one per token that its answer may have. A single prompt that
+        is too large for the device's memory fails alone. A too large padded batch is halved, as are all later batches.
         """
         if self._forward is None:
             answers = [Answer()] * len(prompts)
-            self.converse(prompts, uniform_draws, answers.__setitem__)
+            self.converse(prompts, uniform_draws, answers.__setitem__)  # returns None: no prompt joins
             return answers
         if len(prompts) <= self._max_batch_size:
             try:
@@ -84,7 +83,7 @@ class Generator:
         return self.answer(prompts[:half], uniform_draws[:half]) + self.answer(prompts[half:], uniform_draws[half:])
 
     def converse(self, prompts: Sequence[Sequence[int]], uniform_draws: Sequence[Tensor], on_answer: After) -> None:
-        """`answer` for layers. When an answer ends, `on_answer` gets it. The prompt that it returns joins the batch."""
+        """`answer` for layers. `on_answer` gets each answer when it ends, and returns a prompt that joins the batch."""
         stage, fit_rows = Stage(f"a batch of {len(prompts)}", 0, "tokens at most"), self._pace()
         with closing(Batch()) as batch, stage:
 
@@ -98,27 +97,28 @@ class Generator:
                 batch.add(BatchText(rounds, lambda _: stage.advance(), partial(end, index, selector)))
 
             def end(index: int, selector: _Continuation, error: Exception | None) -> None:
-                stage.total = (stage.total or 0) - (len(selector.numbers) - len(selector.tokens))  # those it never had
+                stage.total = (stage.total or 0) - (len(selector.numbers) - len(selector.tokens))  # the unused numbers
                 next_prompt = on_answer(index, selector.finish(error))
                 if next_prompt is not None:
                     begin(index, *next_prompt)
 
             for index, (prompt, uniforms) in enumerate(zip(prompts, uniform_draws, strict=True)):
                 begin(index, prompt, uniforms)
-            all_read = False  # whether each text has had a token
+            all_read = False  # whether every prompt was read, and has had a token
             while batch.texts:
                 batch.step()
                 all_read = all_read or all(text.positions for text in batch.texts)
                 for text in batch.texts[fit_rows(len(batch.texts), stage.done, stage.total or 0) :] if all_read else ():
                     batch.drop(text)
-                    text.end(TimeoutError())
+                    text.end(TimeoutError())  # `finish` then answers `UNANSWERED`
 
     def _pace(self) -> Callable[[int, float, float], int]:
-        """For one batch, a function that tells after each step with all prompts read how many of its `rows` go on.
+        """For one batch, a function that tells after each step how many of its `row_count` prompts go on.
 
-        tokens, total: so far and in all, of the batch or of a row. Example: 60 seconds were left at the first call, and
+        The first call is after all prompts were read, since reading takes other times than decoding. token_count,
+        total_tokens: so far and in all, of the batch or of a row. Example: 60 seconds were left at the first call, and
         10 are left after half of the tokens. The other half takes 50, more than `_SLOWER` times the 10 seconds. So a
-        fifth of the rows goes on. What reading the prompts took says nothing about the tokens that follow.
+        fifth of the rows goes on.
         """
         step_counter, seconds, first_tokens = itertools.count(), math.inf, 0.0
 
@@ -126,7 +126,7 @@ class Generator:
             nonlocal seconds, first_tokens
             if not (step := next(step_counter)):
                 seconds, first_tokens = self.seconds_left(), token_count
-            if seconds == math.inf or step < _MIN_STEPS or step & (step - 1):  # is no power of two
+            if seconds == math.inf or step < _MIN_STEPS or step & (step - 1):  # if `step` is no power of two
                 return row_count
             seconds_left = self.seconds_left()
             seconds_due = (seconds - seconds_left) / max(1.0, token_count - first_tokens) * (total_tokens - token_count)
@@ -139,7 +139,7 @@ class Generator:
     def _answer_padded(
         self, forward: Forward, prompts: Sequence[Sequence[int]], uniform_draws: Sequence[Tensor]
     ) -> list[Answer]:
-        """The answers, decoded in steps: each is a row of a batch."""
+        """The answers, decoded in steps of one token: each answer is a row of a batch."""
         continuations = [_Continuation(self, numbers) for numbers in uniform_draws]
         device, by_row, max_steps = forward.model.device, [*continuations], max(map(len, uniform_draws))
         uniforms = torch.nn.utils.rnn.pad_sequence([*uniform_draws], batch_first=True).to(device)
@@ -175,16 +175,16 @@ class Generator:
         return torch.where(logits.amax(-1).isnan(), _NAN_TOKEN, tokens)  # the maximum of a row with a NaN is NaN
 
     def top_of(self, logits: Tensor) -> list[Tensor]:
-        """`top_k_of` logits [B, V] on the CPU; empty if it is not asked for."""
+        """`top_k_of` logits [B, V] on the CPU; empty if the top-k logits are not requested."""
         return [part.cpu() for part in top_k_of(logits, self.top_k_logits)] if self.top_k_logits else []
 
 
 class _Continuation(TokenSelector):
-    """An answer so far. numbers: its uniform numbers, one per token that it may have."""
+    """An answer so far. numbers: its uniform numbers, one per token that it may have. is_late: it is given up."""
 
     def __init__(self, generator: Generator, numbers: Tensor):
         super().__init__()
-        self.takes_argmax = False
+        self.takes_argmax = False  # else plain decoding would bypass the selector
         self.numbers = numbers
         self.tokens: list[int] = []
         self.is_late = False

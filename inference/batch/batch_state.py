@@ -1,7 +1,8 @@
-"""The state of a batch of prompts in its target: the KV cache of fed tokens, and the next tokens' logits.
+"""The state of a padded batch of prompts in its target: the KV cache of fed tokens, and the next tokens' logits.
 
-A step of a small model is about 1,500 kernels of microseconds each, which a GPU runs three to five times as fast as the
-CPU launches them. So on a GPU a step is a CUDA graph over static buffers. Elsewhere the cache grows by a token a step.
+A step feeds one token of each prompt. A slot is an index of the cache. A step of a small model is about 1,500 kernels
+of microseconds each, which a GPU runs three to five times as fast as the CPU launches them. So on a GPU a step is a
+CUDA graph over static buffers. Elsewhere the cache grows by a token a step.
 """
 
 import inspect
@@ -24,10 +25,8 @@ _FEW_ROWS = 32  # a step with this many rows takes about as long as with one
 
 
 class Forward:
-    """`model`'s forward with a cache; computes only the last position's logits if the model supports it.
-
-    Raises `UserError` for a model that keeps its state elsewhere than in `past_key_values`.
-    """
+    """`model`'s forward with a cache; computes only the last position's logits if the model supports it. Raises
+    `UserError` for a model that keeps its state elsewhere than in `past_key_values`."""
 
     def __init__(self, model: PreTrainedModel):
         parameters = inspect.signature(model.forward).parameters
@@ -39,23 +38,19 @@ class Forward:
         self.model = model
         self.last_position = context_limit(model.config) - 1  # a finished row waits there for the others
         self.takes_positions = "position_ids" in parameters
-        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        self._options = {"use_cache": True} | ({"logits_to_keep": 1} if "logits_to_keep" in parameters else {})
 
     def __call__(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
         """The logits [B, V], float32 on the model's device, after the last of ids [B, n], which `cache` then holds."""
         position_arg = {"position_ids": positions} if self.takes_positions else {}
-        out = self.model(
-            input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **position_arg, **self._last_only
-        )
+        out = self.model(input_ids=ids, attention_mask=mask, past_key_values=cache, **position_arg, **self._options)
         logits: Tensor = out.logits[:, -1].to(ids.device).float()
         return logits
 
 
 def begin_batch(forward: Forward, ids: Tensor, mask: Tensor, budget: int) -> "tuple[GrowingBatch | FixedBatch, Tensor]":
-    """Feed left-padded prompts, ids and mask [B, n], which are then continued by up to `budget` tokens.
-
-    Returns the batch and the logits [B, V] after the prompts.
-    """
+    """Feed left-padded prompts, ids and mask [B, n], which are then continued by up to `budget` tokens. Returns the
+    batch and the logits [B, V] after the prompts."""
     cache = DynamicCache(config=forward.model.config)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     logits = forward(ids, mask, positions, cache)
@@ -71,16 +66,13 @@ def can_be_fixed(forward: Forward, cache: DynamicCache) -> bool:
         can_capture(model.device)
         and forward.takes_positions
         and len({parameter.device for parameter in model.parameters()}) == 1
-        and model.config._attn_implementation == "sdpa"
+        and model.config._attn_implementation == "sdpa"  # in place of which a step uses `_attention`
         and all(type(layer) is DynamicLayer for layer in cache.layers)
     )
 
 
 class GrowingBatch:
-    """Prompts that are continued together, by any model on any device; the cache is copied with every token.
-
-    Rows are in the order of the remaining prompts.
-    """
+    """Prompts that are continued together, each a row, by any model on any device; each token copies the cache."""
 
     def __init__(self, forward: Forward, cache: DynamicCache, mask: Tensor, positions: Tensor):
         self._forward, self._cache, self._mask, self._positions = forward, cache, mask, positions
@@ -92,7 +84,7 @@ class GrowingBatch:
         return self._forward(tokens[:, None], self._mask, self._positions, self._cache)
 
     def should_shrink(self, row_count: int, open_count: int) -> bool:
-        """Whether to drop finished rows, all but `open_count` of `row_count`, which copies the cache."""
+        """Whether to drop the finished rows, all but `open_count` of `row_count`. To drop rows copies the cache."""
         return open_count <= 0.75 * row_count
 
     def keep(self, indices: Tensor) -> None:
@@ -105,8 +97,7 @@ class GrowingBatch:
 class FixedBatch:
     """As `GrowingBatch`, but steps over buffers with spare slots replay a graph, captured again if the buffers change.
 
-    A model that cannot be captured runs without a graph, with a warning. A step writes only to the given slot, so it
-    may be run repeatedly.
+    A model that cannot be captured runs without a graph, with a warning. A step writes one slot, so it may be repeated.
     """
 
     def __init__(self, forward: Forward, cache: DynamicCache, mask: Tensor, positions: Tensor, spare_slots: int):
@@ -194,10 +185,8 @@ class _SlotLayer(DynamicLayer):
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **options: Any
 ) -> tuple[Tensor, None]:
-    """`grouped_attention`, which does not copy keys per head of a group: that would dominate a step on long texts.
-
-    A position bias, which it does not support, is left to transformers' own function.
-    """
+    """`grouped_attention`, which does not copy keys per head of a group: that would dominate a step on long texts. A
+    position bias, which it does not support, is left to transformers' own function."""
     attend = grouped_attention if options.get("position_bias") is None else ALL_ATTENTION_FUNCTIONS["sdpa"]
     output, _ = attend(module, query, key, value, attention_mask, **options)
     return output.contiguous(), None

@@ -15,19 +15,16 @@ from outrider.base.files import MOST_BYTES, parse_json
 from outrider.base.words import read_secret
 
 UNANSWERED = "server"  # the failure of a prompt that a resumed run asks again
-PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before the first retry, doubled for each later one
+PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before the first retry, doubled for each later retry; the limit of a pause
 _SHOWN = 500  # bytes of a refusal that are shown
-_CONNECT_LIMIT = 10.0  # seconds until a server that can be reached is
+_CONNECT_LIMIT = 10.0  # seconds to connect to the server
 _QUICK_LIMIT = httpx.Timeout(30.0, connect=_CONNECT_LIMIT)  # of a request that computes nothing
 Reply = TypeVar("Reply")
 
 
 class ReplyError(Exception):
-    """No usable reply.
-
-    failure: that of an `Answer`. retry: whether to repeat the request. wait: after how many seconds, if the server says
-    so.
-    """
+    """No usable reply. failure: the value of `Answer.failure`. retry: whether to repeat the request. wait: the number
+    of seconds before, if the server names it."""
 
     def __init__(self, words: str, failure: str = UNANSWERED, *, retry: bool = True, wait: float | None = None):
         super().__init__(words)
@@ -35,14 +32,14 @@ class ReplyError(Exception):
 
 
 def read_json(response: httpx.Response) -> Any:
-    """The JSON of a reply. Raises `UserError` for one that is too long, nested too deeply, or none."""
+    """The JSON of a reply. Raises `UserError` for a reply that is too long, nested too deeply, or no JSON."""
     return parse_json(b"".join(bounded_parts(response)))
 
 
 def bounded_parts(response: httpx.Response) -> Iterator[bytes]:
-    """The parts of a reply as they come. Raises `UserError` for one that is too long."""
+    """The parts of a reply as they come. Raises `UserError` for a reply that is too long."""
     bytes_read = 0
-    for chunk in response.iter_raw():
+    for chunk in response.iter_raw():  # not compressed: the client accepts only "identity"
         bytes_read += len(chunk)
         if bytes_read > MOST_BYTES:
             raise UserError(f"more than {MOST_BYTES} bytes")
@@ -50,7 +47,7 @@ def bounded_parts(response: httpx.Response) -> Iterator[bytes]:
 
 
 def lines_of(response: httpx.Response) -> Iterator[bytes]:
-    """The lines of a reply as they come. Unlike `iter_lines` it splits at line feeds only."""
+    """The lines of a reply as they come. Unlike httpx's `iter_lines`, the function splits at line feeds only."""
     unfinished_line = b""
     for chunk in bounded_parts(response):
         *lines, unfinished_line = (unfinished_line + chunk).split(b"\n")
@@ -59,16 +56,14 @@ def lines_of(response: httpx.Response) -> Iterator[bytes]:
 
 
 def ask_together(requests: Sequence[Callable[[], Reply]], max_running: int) -> list[Reply]:
-    """The replies to `requests`, of which at most `max_running` run at a time. Raises what a request raises.
-
-    After an error, or Ctrl-C, nothing waits for the requests that are still running: a server may hang.
-    """
+    """The replies to `requests`, of which at most `max_running` run at a time. Raises what a request raises. After an
+    error, or Ctrl-C, nothing waits for the requests that are still running: a server may hang."""
     reply_futures: list[Future[Reply]] = [Future() for _ in requests]
     open_requests = deque(zip(reply_futures, requests, strict=True))
 
     def work() -> None:
         while open_requests:
-            with suppress(IndexError):  # another thread took the last one
+            with suppress(IndexError):  # another thread took the last request
                 reply_future, request = open_requests.popleft()
                 try:
                     reply_future.set_result(request())
@@ -84,18 +79,16 @@ def ask_together(requests: Sequence[Callable[[], Reply]], max_running: int) -> l
 
 
 class Client:
-    """Asks the server at `url`; any thread may. label: the option that gives it, for errors. timeout: seconds without a
-    byte from it; retries: how often a failed request is repeated by `retry`, after a pause.
-
-    Raises `UserError` for a key that cannot be sent, and for a proxy in the environment that cannot be used.
-    """
+    """Asks the server at `url`; any thread may. label: the option with the URL, for errors. timeout: the longest time
+    in seconds without a byte of a reply. retries: how often `retry` repeats a failed request, after a pause. Raises
+    `UserError` for a key that cannot be sent, and for a proxy in the environment that cannot be used."""
 
     def __init__(self, url: str, label: str, timeout: float, retries: int):
         self.url, self.label = url.rstrip("/").removesuffix("/v1"), label
         self._retries = retries
         api_key = read_secret("OPENAI_API_KEY")
         headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
-        no_reuse = httpx.Limits(max_keepalive_connections=0)  # else a server may close one just as a request is sent
+        no_reuse = httpx.Limits(max_keepalive_connections=0)  # a server may close kept connections at a request
         try:
             self._limit = httpx.Timeout(timeout, connect=min(timeout, _CONNECT_LIMIT))
             self._http = httpx.Client(headers=headers, timeout=self._limit, limits=no_reuse, follow_redirects=True)
@@ -109,7 +102,7 @@ class Client:
         method, timeout = ("GET", _QUICK_LIMIT) if body is None else ("POST", self._limit)
         try:
             with self._http.stream(method, f"{self.url}{path}", json=body, timeout=timeout) as response:
-                if response.request.method != method:
+                if response.request.method != method:  # a redirected POST became a GET
                     new_origin = f"{response.url.scheme}://{response.url.netloc.decode()}"
                     raise ReplyError(f"{path} is redirected to {new_origin}; give that server", retry=False)
                 if response.is_success:

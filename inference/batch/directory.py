@@ -9,8 +9,8 @@
     summary.json                  counts over all shards, written at the end of a run
     .lock                         held by the run that is writing
 
-A shard is complete when its JSONL exists: that file is written last. Each prompt is in one shard. The directory may
-also contain a `responses-*.jsonl` from elsewhere (a serving engine). Its prompts count as answered.
+A shard is the files of one number, complete when its JSONL exists: that file is written last. Each prompt is in one
+shard. The directory may also have a `responses-*.jsonl` of a serving engine. Its prompts count as answered.
 """
 
 import re
@@ -38,7 +38,7 @@ from outrider.inference.batch.tasks import TopK, prompt_id
 
 SUMMARY_FILE = "summary.json"
 SECONDS_FILE = "seconds.json"
-Facts = dict[str, Any]
+Facts = dict[str, Any]  # JSON-able values by name
 _TENSOR_KEYS = ("tokens", "top_ids", "top_logprobs", "tail")  # of a `TopK`
 _SHARD_NAME = re.compile(r"(responses|skipped)-(\d{5,})\.(jsonl|safetensors)")
 
@@ -61,10 +61,8 @@ class Shard:
         return len(self.responses) + len(self.skipped)
 
     def save(self, folder: Path, number: int) -> None:
-        """Write it as shard `number`, in the order of the ids, which are hashes: a part of it is a fair sample.
-
-        Raises `UserError` if it cannot be written; the shard then does not exist.
-        """
+        """Write it as shard `number`, in the order of the ids, which are hashes: a part of it is a fair sample. Raises
+        `UserError` if it cannot be written; the shard then does not exist."""
         tensors: dict[str, torch.Tensor] = {}
         for record, top in self.responses:
             if top is not None:
@@ -89,18 +87,20 @@ def read_shard(shard_path: Path) -> Iterator[Response]:
 def top_k_documents(
     response: Response, tokenizer: PreTrainedTokenizerBase, template: str
 ) -> list[tuple[Document, np.ndarray, TopK]]:
-    """The tokens that the target has read and generated in a response, and the indices of the recorded ones, int64 [n].
+    """(document, indices, top) of each document of a response that has `top`: the tokens that the target has read and
+    generated, and int64 [n] the indices of the generated tokens for which `top` has the target's predictions.
 
-    The distributions are the target's predictions for the tokens at these indices. If its tokens were not stored
-    (shards from elsewhere), the record is tokenised. Returns nothing if this gives other tokens than were generated, as
-    often happens with sampled text. Raises `UserError` for tokens of another tokenizer or template.
+    If the tokens were not stored (shards from elsewhere), the record is tokenised. Returns an empty list if this gives
+    other tokens than were generated, as often happens with sampled text. Raises `UserError` for tokens of another
+    tokenizer or template.
     """
     assert response.top is not None
     raw, tokens = response.record, response.top.tokens.numpy()
-    record = to_record(raw, find_layout(raw, "auto", None, raw["id"]), f"top-k:{raw['id']}")
-    origin = record.get("written")
+    record = to_record(raw, find_layout(raw, layout="auto", column=None, where=raw["id"]), f"top-k:{raw['id']}")
+    origin = record.get("written")  # the ids that the target wrote (`Written`)
     if origin and (origin.tokenizer, origin.template) != origin_digests(record, tokenizer, template):
         raise UserError(f"{raw['id']}: its top-k is of another tokenizer or template; give these, or make it again")
+    # Every token of a plain text is supervised, the prompt's too; else only those of answers.
     prompt_length = 0 if origin or "messages" in record else _require_count(raw, "prompt_tokens", raw["id"])
     documents_with_top, top_start = [], 0
     for document in encode([record], tokenizer, template):
@@ -148,18 +148,14 @@ def open_run(folder: Path, identity: Mapping[str, object]) -> None:
     """Prepare a directory for more shards: remove the remains of a killed process, and write the run's identity."""
     for path in folder.iterdir():
         match = _SHARD_NAME.fullmatch(path.name)
-        if path.name.startswith((".responses-", ".skipped-")) or (
-            match and not _shard_file(folder, "responses", int(match[2]), "jsonl").exists()
-        ):
+        is_incomplete = match and not _shard_file(folder, "responses", int(match[2]), "jsonl").exists()
+        if is_incomplete or path.name.startswith((".responses-", ".skipped-")):
             path.unlink()
     write_json(folder / RUN_FILE, identity)
 
 
 def check_run(folder: Path, identity: Mapping[str, object], resume: bool) -> None:
-    """Raise `UserError` if the directory holds responses and resume is off, or responses with another identity.
-
-    identity: everything that determines the responses.
-    """
+    """Raise `UserError` if the directory holds responses and resume is off, or responses with another identity."""
     require_free(folder, (RESPONSES,), resume)
     path = folder / RUN_FILE
     if resume and path.exists():
@@ -176,9 +172,8 @@ def summarise(folder: Path) -> dict[str, object]:
             counts["truncated"] += record.get("finish") == "length"
             for flag in ("retokenised", "text_differs"):
                 counts[flag] += record.get(flag) is True
-    reason_counts = Counter(
-        str(record.get("reason")) for path in folder.glob("skipped-*.jsonl") for record, _ in _read_records(path)
-    )
+    skip_records = (record for path in folder.glob("skipped-*.jsonl") for record, _ in _read_records(path))
+    reason_counts = Counter(str(record.get("reason")) for record in skip_records)
     counts["skipped"] = reason_counts.total()
     return {**counts, "skipped_by_reason": dict(reason_counts)}
 
@@ -197,12 +192,10 @@ def _read_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _prompt_id_of(record: Mapping[str, object], location: str) -> str:
-    messages = record["messages"]
-    if not isinstance(messages, list) or any(
-        not isinstance(m, dict) or {"role", "content"} - m.keys() for m in messages
-    ):
+    messages, required = record["messages"], {"role", "content"}
+    if not isinstance(messages, list) or any(not isinstance(m, dict) or required - m.keys() for m in messages):
         raise UserError(f"{location}: messages: expected a list of mappings with role and content")
-    system_texts = [record[key] for key in SYSTEM if record.get(key)][:1]
+    system_texts = [record[key] for key in SYSTEM if record.get(key)][:1]  # before the messages
     return prompt_id([*({"role": "system", "content": text} for text in system_texts), *messages])
 
 
@@ -214,7 +207,7 @@ def _require_count(record: Mapping[str, object], key: str, location: str) -> int
 
 
 def _read_top_k(path: Path) -> dict[str, TopK]:
-    """The distributions of a shard's safetensors by id. Raises `UserError`."""
+    """The distributions in a shard's safetensors file, by response id. Raises `UserError`."""
     try:
         with safe_open(path, framework="pt") as file:
             tensor_by_name = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)

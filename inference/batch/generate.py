@@ -1,4 +1,7 @@
-"""Self-distillation text: the target's own answers to the prompts of a data set (EESD, section 3.2)."""
+"""Self-distillation text: the target's own answers to the prompts of a data set (EESD, section 3.2).
+
+A `Task` is a prompt and its answers so far. `Todo` has the tasks of this process. A shard is a file of answers.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -36,6 +39,8 @@ from outrider.inference.measure.time_limit import TimeLimit
 
 SAVE_SECONDS = 300  # after which the next batch ends a shard that is not full
 _MAX_GROUPS = 4  # most batches that are answered together: a prompt of the next batch begins when an answer ends
+# (config, target, its context, selects) → the tasks for which `selects` is true.
+ReadTasks = Callable[[GenerateConfig, OpenTarget, int, Callable[[Task], bool]], Todo]
 
 
 def generate_responses(config: GenerateConfig) -> None:
@@ -61,10 +66,8 @@ def generate_responses(config: GenerateConfig) -> None:
 def _plan(config: GenerateConfig) -> str:
     """The plan as text: its memory (see `Plan`), then what bounds the answers."""
     target = open_given(config, by_layers=False)
-    context_size, done_ids = (
-        context_limit(target.config),
-        directory.answered_ids(Path(config.out_dir)) if config.resume else set(),
-    )
+    context_size = context_limit(target.config)
+    done_ids = directory.answered_ids(Path(config.out_dir)) if config.resume else set()
     tasks = _read_prompts(config, target, context_size, lambda task: task.id not in done_ids).tasks
     turn_count = sum(1 + len(task.upcoming) for task in tasks)
     plan_counts = {"prompts": len(tasks), "turns": turn_count, "tokens_at_most": turn_count * config.max_new_tokens}
@@ -91,7 +94,7 @@ def _longest(task: Task, config: GenerateConfig, context: int) -> int:
 
 
 def _read_prompts(config: GenerateConfig, target: OpenTarget, context: int, selects: Callable[[Task], bool]) -> Todo:
-    """The prompts to answer. Raises `UserError` for data without any, or of which none can be answered."""
+    """The prompts to answer (see `ReadTasks`). Raises `UserError` for data without a prompt that can be answered."""
     warn_of_template(config.data, target.tokenizer)
     todo, tokenizer = Todo(context), bind_arguments(target.tokenizer, config.template_arguments)
     for task in read_tasks(config, tokenizer, todo):
@@ -104,16 +107,8 @@ def _read_prompts(config: GenerateConfig, target: OpenTarget, context: int, sele
     return todo
 
 
-def generate(
-    config: GenerateConfig,
-    folder: Path,
-    state: PartialState,
-    read: Callable[[GenerateConfig, OpenTarget, int, Callable[[Task], bool]], Todo],
-) -> None:
-    """Answer the tasks that `read` returns and write the answers to an existing folder.
-
-    read: (config, target, its context, selects) → the tasks for which `selects` is true.
-    """
+def generate(config: GenerateConfig, folder: Path, state: PartialState, read: ReadTasks) -> None:
+    """Answer the tasks that `read` returns and write the answers to an existing folder."""
     target = open_given(config, by_layers=False)
     dtype = pick_dtype(config.dtype, target.config, state.device)
     if config.device_map is not None and state.num_processes > 1:
@@ -121,7 +116,7 @@ def generate(
     context = context_limit(target.config)
     server_args = (config, target.tokenizer, end_tokens(target), context, target.vocabulary_size or UNLIMITED)
     server = TargetServer(*server_args) if config.server else None
-    # Other kernels round differently. The machine determines which ones run here, not a timing.
+    # Other kernels round differently. The machine determines which kernels run here, not a timing.
     local_kernel = "blocked" + (", steps by AMX" if has_amx() else "") if can_pack(state.device, dtype) else "PyTorch's"
     kernels = "a server's" if server else local_kernel
     identity = from_main(state, lambda: run_identity(config, target, dtype, server) | {"kernels": kernels})
@@ -166,11 +161,8 @@ def _write_summary(folder: Path, todo: Todo, token_rate: float) -> None:
 
 
 def batch_tasks(tasks: Iterable[Task], config: GenerateConfig) -> list[list[Task]]:
-    """The tasks in batches of similar prompt lengths.
-
-    They are ordered by hashes of prompts, so that the first answers of a run are to prompts of all lengths. But without
-    `minutes` the longest prompts come first, so that a batch too large for memory fails at once.
-    """
+    """The tasks in batches of similar prompt lengths, ordered by hashes of prompts, so that the first answers of a run
+    are to prompts of all lengths. Without `minutes` the longest come first, so that too large a batch fails at once."""
     by_length = sorted(tasks, key=lambda task: (-len(task.prompt), task.id))
     batches = [by_length[start : start + config.batch_size] for start in range(0, len(by_length), config.batch_size)]
     leading_count = 0 if config.minutes is not None else 1
@@ -179,10 +171,8 @@ def batch_tasks(tasks: Iterable[Task], config: GenerateConfig) -> list[list[Task
 
 @dataclass
 class Answering:
-    """Answers the tasks of this process in batches, and writes its shards.
-
-    If `limit` has no time for half of a batch, none begins, and the collected responses become the last shard.
-    """
+    """Answers the tasks of this process in batches, and writes its shards. If `limit` has no time for half of a batch,
+    no batch begins, and the collected responses become the last shard."""
 
     config: GenerateConfig
     responder: Responder | None  # None: there are no tasks
@@ -190,10 +180,10 @@ class Answering:
     folder: Path
     shard_numbers: Iterator[int]  # of the shards that this process may write
     limit: TimeLimit
-    is_main: bool
+    is_main: bool  # whether this process prints
 
     def __post_init__(self) -> None:
-        self.limit = replace(self.limit, started=self.limit.clock())
+        self.limit = replace(self.limit, started=self.limit.clock())  # this run begins now
         self.shard = directory.Shard(skipped=list(self.todo.skipped))
         self.answered = self.unanswered = self.tokens = 0  # prompts, prompts, tokens of answers
         self.seconds_answered = self.seconds_saved = 0.0  # until the last answer, and the last shard
@@ -225,7 +215,7 @@ class Answering:
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
-        """Write what is collected as the last shard; if an error ends the run, only with a response in it."""
+        """Context manager: write what is collected as the last shard; after an error, only with a response in it."""
         try:
             yield
         except BaseException:
@@ -236,17 +226,17 @@ class Answering:
             self._save()
 
     def _groups_together(self, begun: int) -> int:
-        """How many batches to answer together after `begun` ones: at most a shard, and half of the remaining time."""
+        """How many batches to answer together after `begun` batches: at most a shard, and half of the time left."""
         assert self.responder is not None
         if not begun or self.responder.by_layers is None:
             return 1
         max_batches = min(_MAX_GROUPS, (self.config.shard_size - len(self.shard)) // self.config.batch_size)
-        return max(1, int(min(max_batches, self._seconds_left() / max(2 * self._seconds() / begun, 1e-9))))
+        return max(1, int(min(max_batches, self.limit.left() / max(2 * self._seconds() / begun, 1e-9))))
 
     def _answer(self, batch: list[Task]) -> None:
         """Answer a batch and collect its responses."""
         assert self.responder is not None
-        self.responder.answer(batch, self._seconds_left)
+        self.responder.answer(batch, self.limit.left)
         closed_tasks = [task for task in batch if task.problem != UNANSWERED]
         self.shard.responses += [self.responder.response(task) for task in closed_tasks if task.answers]
         self.shard.skipped += [task.skip_record for task in closed_tasks if not task.answers]
@@ -267,15 +257,12 @@ class Answering:
         """Seconds of this run alone."""
         return self.limit.spent() - self.limit.earlier
 
-    def _seconds_left(self) -> float:
-        return self.limit.left()
-
     def _estimate(self) -> float | None:
         """Seconds until all prompts are answered, or the time is over; None before the first batch."""
         if not self.answered:
             return None
         total = self.seconds_answered / self.answered * len(self.todo.tasks)  # the running batches have no answer yet
-        return max(0.0, min(total - self._seconds(), self._seconds_left()))
+        return max(0.0, min(total - self._seconds(), self.limit.left()))
 
     def _print_progress(self, batch: list[Task], *, is_first: bool) -> None:
         """Print a warning if texts of the batch differ, once, and an estimate after the first batch."""
@@ -300,7 +287,7 @@ class Answering:
 def run_identity(
     config: GenerateConfig, target: OpenTarget, dtype: torch.dtype, server: TargetServer | None = None
 ) -> directory.Facts:
-    """Everything that decides the answer to a prompt, last bits apart, and the prompts made from a record."""
+    """The identity of a run: all that decides the answer to a prompt, last bits apart, and the prompts of a record."""
     tokenizer = bind_arguments(target.tokenizer, config.template_arguments)
     if server:  # whose weights are not read here
         model_id = {"config": deciding_config(target.source, target.revision)} if target.is_seen else target.identity

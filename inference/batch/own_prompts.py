@@ -31,14 +31,12 @@ from outrider.inference.batch.generate import generate
 from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.batch.tasks import WRITTEN_ONLY, Task, Todo
 
-_LONGEST, _MIN_CHARS = 128, 16  # tokens that are written for a prompt; characters that it has at least
+_LONGEST, _MIN_CHARS = 128, 16  # tokens that the target writes for a prompt, at most; characters of a prompt, at least
 
 
 def write_prompts(config: PromptsConfig) -> None:
-    """Write both files to `config.out_dir`: of `config.file`, else of what `config.target` writes.
-
-    Raises `UserError`, also for a target that writes too few prompts.
-    """
+    """Write both files to `config.out_dir`: of `config.file`, else of what `config.target` writes. Raises `UserError`,
+    also for a target that writes too few prompts."""
     state, folder = join_processes(), require_writable(config.out_dir)
     with only_run_of(state, folder, "prompts", config.resume):
         file, identity = None if config.file is None else prompt_file(config.file, "file"), config.decisions()
@@ -47,7 +45,7 @@ def write_prompts(config: PromptsConfig) -> None:
         else:
             target = open_target(str(config.target), config.revision, by_layers=False)
             identity["model"] = model_identity(target.files)
-        is_complete = file is not None or len(answered_ids(folder / "written")) >= config.count  # or `minutes` ended it
+        is_complete = file is not None or len(answered_ids(folder / "written")) >= config.count  # fewer: time was up
         if is_finished(folder / "prompts.json", identity, config.resume) and is_complete:
             print(f"{folder}: finished already")
             return
@@ -63,7 +61,8 @@ def write_prompts(config: PromptsConfig) -> None:
 
 
 def _write_texts(config: PromptsConfig, target: OpenTarget, folder: Path, state: PartialState) -> None:
-    """Let the target write `config.count` texts after its words before a question, each by the seed and its number."""
+    """Let the target write `config.count` texts after the tokens with which its template begins a question. Each text
+    depends on the seed and its number, which is also its id, in hex as all ids of prompts."""
     prefix_ids, _ = question_affixes(bind_arguments(target.tokenizer, config.chat_template_kwargs), config.template)
 
     def tasks(_: object, __: object, context: int, selects: Callable[[Task], bool]) -> Todo:
@@ -80,7 +79,7 @@ def _write_texts(config: PromptsConfig, target: OpenTarget, folder: Path, state:
 
 
 def _extract_prompts(config: PromptsConfig, target: OpenTarget, folder: Path) -> list[Prompt]:
-    """The prompts in the texts, by number. A user's turn ends by itself; the beginning of a document ends anywhere."""
+    """The prompts in the texts, by number. A user's turn must have its end; the beginning of a document needs none."""
     prompts, tokenizer = list[Prompt](), bind_arguments(target.tokenizer, config.chat_template_kwargs)
     prefix_ids, end_text = question_affixes(tokenizer, config.template)
     special_texts = [token.content for token in target.tokenizer.added_tokens_decoder.values() if token.special]
@@ -92,7 +91,7 @@ def _extract_prompts(config: PromptsConfig, target: OpenTarget, folder: Path) ->
         is_complete = has_end or not end_text or end_text in turn_text
         if len(text) >= _MIN_CHARS and is_complete and not any(mark in text for mark in special_texts):
             prompt_hash = hashlib.sha256(json.dumps([text]).encode()).hexdigest()[:16]
-            prompts.append(Prompt(prompt_hash, "own", (text,), bool(end_text)))
+            prompts.append(Prompt(prompt_hash, category="own", turns=(text,), chat=bool(end_text)))
     return prompts
 
 

@@ -1,4 +1,4 @@
-"""A target that answers tasks, turn by turn."""
+"""A target that answers tasks (prompts and their answers so far), turn by turn."""
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -43,7 +43,7 @@ class Responder:
     ):
         self.config, self.tokenizer = config, bind_arguments(target.tokenizer, config.template_arguments)
         self.generator: Generator | TargetServer
-        self.by_layers: Generator | None = None  # the same, if it can `converse`
+        self.by_layers: Generator | None = None  # the generator if it runs the target by layers, so can `converse`
         if server is not None:
             self.context, self.generator = server.context, server
             return
@@ -60,11 +60,9 @@ class Responder:
         self.by_layers = generator if isinstance(model, LayerStack) else None
 
     def answer(self, tasks: Iterable[Task], seconds_left: Callable[[], float]) -> None:
-        """Answer all turns of the tasks: one turn of all tasks at a time, in padded batches or by a server.
-
-        Over layers, `batch_size` tasks are in work: when an answer ends, its task's next turn begins, or another task.
-        seconds_left: see `Generator`. Tasks after one that it leaves out do not begin.
-        """
+        """Answer all turns of the tasks: one turn of all tasks at a time, in padded batches or by a server. Over
+        layers, `batch_size` tasks are in work: when an answer ends, its task's next turn begins, or another task.
+        seconds_left: the remaining time, for which a `Generator` leaves out tasks; after such a task no task begins."""
         waiting = list(tasks)
         if not isinstance(self.generator, TargetServer):
             self.generator.seconds_left = seconds_left
@@ -79,7 +77,7 @@ class Responder:
 
     @property
     def refusal(self) -> UserError | None:
-        """Why the server will answer no further prompt; None if it will, and for a target here."""
+        """Why the server will answer no further prompt; None if it will, and for a target that runs here."""
         return self.generator.refusal if isinstance(self.generator, TargetServer) else None
 
     def _converse(self, generator: Generator, tasks: Sequence[Task]) -> None:
@@ -87,7 +85,7 @@ class Responder:
         active_tasks, queue = list(tasks[: self.config.batch_size]), iter(tasks[self.config.batch_size :])
 
         def take(index: int, answer: Answer) -> tuple[Sequence[int], torch.Tensor] | None:
-            """Take the answer of the task at an index; the next prompt there and its numbers, if there is one."""
+            """Take the answer of the task at an index; returns the next prompt and its uniform numbers, or None."""
             for late_task in queue if answer.failure == UNANSWERED else ():
                 late_task.problem = UNANSWERED
             if not self._take(active_tasks[index], answer):
@@ -125,13 +123,13 @@ class Responder:
         if task.problem:
             if task.messages is not None:
                 task.upcoming.insert(0, task.messages.pop())
-            return False
+            return False  # the conversation ends before the user's turn, which has no answer
         task.keep(answer)
         tokens = [*task.prompt, *answer.content]
         if task.messages is None:
             messages = [{"role": "assistant", "content": self._text(tokens)}]
             if task.template != WRITTEN_ONLY:
-                task.difference = describe_difference(tokens, messages, self.tokenizer, "none")
+                task.difference = describe_difference(tokens, messages, self.tokenizer, template="none")
             return False
         decodings = (self.tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in (task.prompt, tokens))
         prefix, full_text = map(str, decodings)
@@ -147,7 +145,7 @@ class Responder:
         return bool(answer.ended and task.upcoming) and self._ask_next(task)
 
     def _ask_next(self, task: Task) -> bool:
-        """Add the user's next turn; False if it cannot be answered, and the conversation then ends before it."""
+        """Add the user's next turn; False if it cannot be answered: the conversation then ends before the turn."""
         assert task.messages is not None
         task.messages.append(task.upcoming.pop(0))
         render_task(task, self.tokenizer, self.context)
@@ -167,13 +165,11 @@ class Responder:
 def load_target(
     config: GenerateConfig, target: OpenTarget, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel | LayerStack:
-    """The target's layers if their passes over several texts are as fast as padded ones; else the whole model.
-
-    Its layout follows a fixed rule, so that a resumed run rounds alike. Raises `UserError`.
-    """
+    """The target's layers if their passes over several texts are as fast as padded ones; else the whole model. The
+    layout of the weights follows a fixed rule, so that a resumed run rounds alike. Raises `UserError`."""
     if device.type == "cpu" and config.device_map is None and why_not_by_layers(target.config) is None:
         with suppress(NotByLayersError), decide_by_rule():
-            stack = target.stack(dtype=dtype, device=device, coded=True)
+            stack = target.stack(dtype=dtype, device=device, coded=True)  # quantised weights stay codes
             lay_out(stack, device)
             return stack
     model = load_causal_lm(target.source, target.revision, dtype=dtype, device_map=config.device_map)

@@ -5,7 +5,7 @@ Prompts are sent as token ids to /v1/completions. Tokens are returned as ids: in
 log-probabilities for each token, gives that token the same log-probability as in the top list, and a greedy token is
 the most likely one. All ids are the target's. If the server does not repeat prompt ids, an answer to another prompt of
 the same length is not detected. Log-probabilities shifted by a token are detected, except within repetitions of a token
-and, with llama.cpp, for a sampled token outside the top list.
+and, with llama.cpp, for a sampled token outside the top list. An answer is retokenised if its ids are made of its text.
 """
 
 import math
@@ -27,13 +27,14 @@ from outrider.inference.batch.client import UNANSWERED, Client, ReplyError, ask_
 from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.batch.tasks import Answer, TopK
 
-RETOKENISED = "retokenised"  # the failure of a text without token ids whose tokenisation has another length
+RETOKENISED = "retokenised"  # the failure (`Answer.failure`) of a text whose tokenisation has another length
 _STREAMED = {"stream": True, "stream_options": {"include_usage": True}, "logprobs": None}  # log-probabilities take time
 _FAILED_SHARE, _FAILED_FEW = 0.1, 3  # a run stops above this share of failed prompts, once more than this number failed
 _WITHIN_REPLY, _BETWEEN_REPLIES = 1e-3, 0.1  # tolerances of a log-probability, in nats
 _WRONG_LOGPROBS = "log-probabilities that are not those of its tokens"
 Json = Mapping[str, Any]
-Streamed = tuple[Answer, list[tuple[int, ...]], list[float], Json]  # answer, steps, times of request and steps, reply
+# The answer, the tokens of each step, the times (seconds) of the request and of each step, and the reply.
+Streamed = tuple[Answer, list[tuple[int, ...]], list[float], Json]
 
 
 class TokenRow(NamedTuple):
@@ -47,14 +48,11 @@ class TokenRow(NamedTuple):
 class TargetServer:
     """Continues prompts, as `Generator` does by a model here, by `concurrency` requests at a time to `config.server`.
 
-    model: the target's name there. context: the smaller context length, in tokens, of server and target. vocabulary:
-    the target's, whose ids are below it. checked: refuse log-probabilities of other tokens, and greedy tokens that are
-    not the likeliest; False for an audit. option: the name of the option, for errors. owner: the engine's name for
-    itself.
-
-    refusal: why it will answer no further prompt, once that is so. The answers that it gave before are not lost.
-
-    The constructor raises `UserError` for a server that cannot be reached or lacks what the run needs.
+    model: the target's name on it. context: the smaller context length, in tokens, of server and target. vocabulary:
+    the number of the target's ids. checked: refuse log-probabilities of other tokens, and greedy tokens that are not
+    the likeliest; False for an audit. option: the name of the option, for errors. owner: the engine's name for itself.
+    refusal: why the server will answer no further prompt, once that is so. The answers before are not lost. The
+    constructor raises `UserError` for a server that cannot be reached or lacks what the run needs.
     """
 
     def __init__(
@@ -80,7 +78,7 @@ class TargetServer:
             raise UserError(f"{self.setting}: {error}; see docs/data.md for servers") from None
 
     def answer(self, prompts: Sequence[Sequence[int]], uniforms: Sequence[Tensor]) -> list[Answer]:
-        """Continue each prompt by at most as many tokens as it has uniform `uniforms`; the first determines its seed.
+        """Continue each prompt by at most as many tokens as it has `uniforms`, of which the first determines its seed.
 
         Sets `refusal` if the server refuses a request, or too many prompts have failed.
         """
@@ -96,11 +94,9 @@ class TargetServer:
         return [answer for _, answer in results]
 
     def stream(self, prompt: list[int], count: int, seed: int, **further_fields: object) -> Streamed:
-        """At most `count` tokens after the prompt, by one request, as it is timed. further_fields: of the request.
-
-        A step is a chunk of the stream, or a round that llama.cpp tells. Without token ids there are two steps, the
-        first chunk and the rest. Raises `UserError`.
-        """
+        """At most `count` tokens after the prompt, by one request, as it is timed. further_fields: of the request. A
+        step is a chunk of the stream, or a round that llama.cpp tells. Without token ids there are two steps, the first
+        chunk and the other chunks together. Raises `UserError`."""
         body = {**self._body(prompt, count, seed, greedy=self.config.temperature == 0), **_STREAMED, **further_fields}
         request_time = time.perf_counter()
         try:
@@ -112,7 +108,7 @@ class TargetServer:
             raise UserError(f"{self.setting}: {error}; see docs/deploy.md") from None
         timed_ends = rounds_of_timings(reply["timings"], count, self.setting)
         if answer.retokenised:
-            chunks = [chunks[0], *chunks[1:][-1:]]
+            chunks = [chunks[0], *chunks[1:][-1:]]  # the last one gives the time of the others
         if timed_ends:
             step_times, step_ends = [when for when, _ in timed_ends], [end for _, end in timed_ends[:-1]]
         else:
@@ -149,7 +145,7 @@ class TargetServer:
         return model_name, min(context, contexts[model_name])
 
     def _try_out(self) -> None:
-        """Send the run's kinds of requests once. Raises `ReplyError` for a server that lacks what the run needs."""
+        """Send each kind of request once. Raises `ReplyError` for a server that lacks what the run needs."""
         prompt = self.tokenizer("Hello, world", add_special_tokens=False)["input_ids"] or [0]
         sampling = self.config.sampling
         greedy_top = self._ask(prompt, min(4, self.config.max_new_tokens), seed=0, greedy=True).top
@@ -164,7 +160,8 @@ class TargetServer:
             )
 
     def _answer(self, prompt: list[int], uniform_draws: Tensor) -> tuple[ReplyError | None, Answer]:
-        """(error or None, answer): a greedy request, then a sampled one after it. An error has the answer's failure."""
+        """(error or None, answer): a greedy request, then a sampled request after its tokens. An answer after an error
+        has no tokens, and the error's failure."""
         if self.refusal is not None:
             return ReplyError(str(self.refusal)), Answer(failure=UNANSWERED)
         max_tokens, seed = len(uniform_draws), int(uniform_draws[0] * 2**31)
@@ -188,7 +185,7 @@ class TargetServer:
         return {
             "model": self.model, "prompt": prompt, "max_tokens": max_tokens, "seed": seed, "n": 1, "stream": False,
             "temperature": 0.0 if greedy else sampling.temperature,
-            "top_p": 1.0 if greedy else sampling.top_p, "top_k": -1 if greedy else sampling.top_k or -1,
+            "top_p": 1.0 if greedy else sampling.top_p, "top_k": -1 if greedy else sampling.top_k or -1,  # -1: all
             "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
             "logprobs": max(1, self.config.top_k_logits), "stop_token_ids": sorted(self.eos),
             "return_token_ids": True, "return_tokens_as_token_ids": True, "timings_per_token": True,
@@ -245,10 +242,8 @@ class TargetServer:
         return ids
 
     def _up_to_end(self, tokens: list[int], choice: Json) -> list[int]:
-        """`tokens` up to and including the first end token, which a reply that stopped there may leave out.
-
-        Without `checked`, and if the left-out end token may be one of several, nothing is added.
-        """
+        """`tokens` up to and including the first end token, which a reply that stopped there may leave out. Without
+        `checked`, and if the left-out end token may be one of several, nothing is added."""
         end_index = next((index for index, token in enumerate(tokens) if token in self.eos), None)
         if end_index is not None or choice.get("finish_reason") != "stop":
             return tokens if end_index is None else tokens[: end_index + 1]
@@ -266,10 +261,8 @@ class TargetServer:
 
 
 def read_stream(response: httpx.Response) -> tuple[list[tuple[float, Json]], Json]:
-    """The choices with tokens or text, when each came, and all as one reply, which has the "timings" of every chunk.
-
-    Raises `ReplyError` unless it streamed.
-    """
+    """([(time in seconds, choice)] of the chunks with tokens or text, all chunks as one reply). The reply has the
+    "timings" of every chunk. Raises `ReplyError` unless the server streamed."""
     if not response.headers.get("Content-Type", "").startswith("text/event-stream"):
         raise ReplyError("it does not stream its answers")
     lines = [(time.perf_counter(), line[5:].strip()) for line in lines_of(response) if line.startswith(b"data:")]
@@ -287,8 +280,9 @@ def read_stream(response: httpx.Response) -> tuple[list[tuple[float, Json]], Jso
 
 
 def rounds_of_timings(timings: Sequence[tuple[float, Json]], limit: int, setting: str) -> list[tuple[float, int]]:
-    """When each round ended, and after how many tokens of at most `limit`, by the totals in llama.cpp's chunks; empty
-    if only the last chunk has them. A round's tokens are the accepted ones and one more. Raises `UserError`."""
+    """[(time in seconds, number of tokens so far)] at the end of each round, by the totals in llama.cpp's chunks, up to
+    `limit` tokens; empty if only the last chunk has totals. A round adds the accepted tokens and one token. Raises
+    `UserError` for totals that are no counts. setting: the option and its value, for the error."""
     counts_of_chunks = [[timing.get(key, 0) for key in ("predicted_n", "draft_n_accepted")] for _, timing in timings]
     timed_ends, accepted_before = [(0.0, 0)], 0
     totals = construct(list[tuple[int, int]], counts_of_chunks, f"{setting}: timings")
@@ -326,12 +320,12 @@ def _token_id(name: str) -> int | None:
 
 
 def check_rows(rows: Sequence[TokenRow], tokens: Sequence[int], *, greedy: bool) -> None:
-    """Raise `ReplyError` unless the rows are consistent with these tokens, each at its own position."""
+    """Raise `ReplyError` unless the rows are consistent with `tokens`, each at the position of its token."""
     if [row.token for row in rows] != list(tokens):
         raise ReplyError("log-probabilities of other tokens than it said")
     for row in rows:
         values = row.top.values() or (row.logprob,)  # llama.cpp gives none for a token that it drafted
-        expected = row.top.get(row.token, min(row.logprob, min(values)))
+        expected = row.top.get(row.token, min(row.logprob, min(values)))  # unlisted: no likelier
         shifted = abs(row.logprob - expected) > _WITHIN_REPLY or (greedy and row.logprob < max(values) - _WITHIN_REPLY)
         if shifted or sum(map(math.exp, values)) > 1 + _WITHIN_REPLY:
             raise ReplyError(_WRONG_LOGPROBS)

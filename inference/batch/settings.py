@@ -1,4 +1,5 @@
-"""Settings of generate-responses; light, so that a config error is reported at once."""
+"""Settings of generate-responses; light, so that a config error is reported at once. `opt` and `free` (no result
+depends on it) make fields; `debug` is their value in a rehearsal, a run on tiny models (see `base.settings`)."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
@@ -19,7 +20,7 @@ _OF_SERVERS = ("server_model", "concurrency", "server_timeout", "server_retries"
 class GenerateConfig(TargetOrTokenizer, Rehearsed, RunConfig):
     """generate-responses: the target answers the prompts of a data set, for training a drafter on what it says."""
 
-    asks: ClassVar[bool] = True  # its records are prompts
+    asks: ClassVar[bool] = True  # its records are prompts (see `inference.loading.rehearsal`)
     run_files: ClassVar[tuple[str, ...]] = ("responses-*.jsonl",)
     data: DataConfig = free()
     """its user turns, or the beginnings of its plain texts that are not held out, are the prompts; it may grow"""
@@ -57,14 +58,10 @@ class GenerateConfig(TargetOrTokenizer, Rehearsed, RunConfig):
     seed: Seed = opt(0, "of sampling; an answer depends on it and the prompt's id")
     out_dir: str = free("runs/generate_responses", "where everything goes")
 
-    def check_fields(self) -> None:
-        weights = {name: weight for name, weight, _ in self.data.parts()}
-        require(
-            len(set(weights.values())) <= 1,
-            "data.mix weights",
-            weights,
-            "equal weights (or 0, to leave a source out): every prompt is answered; weigh when training",
-        )
+    def check_fields(self) -> None:  # `Settings` runs the bases' checks too
+        weights = {name: weight for name, weight, _ in self.data.parts()}  # of the sources of a mix
+        expected = "equal weights (or 0, to leave a source out): every prompt is answered; weigh when training"
+        require(len(set(weights.values())) <= 1, "data.mix weights", weights, expected)
         _ = self.sampling, self.template_arguments  # run their own checks
         self.require_one()
         debugs_tokenizer = self.debug and self.tokenizer is not None

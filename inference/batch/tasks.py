@@ -1,4 +1,7 @@
-"""The prompts that a run answers, read from the data, each once; and a target's answers to them."""
+"""The prompts that a run answers, read from the data, each once; and a target's answers to them.
+
+A record is a conversation (messages) or a plain text. A task is made of a record: a prompt, which is token ids.
+"""
 
 import hashlib
 import json
@@ -45,13 +48,13 @@ class TopK(NamedTuple):
 
 @dataclass(frozen=True)
 class Answer:
-    """The continuation of one prompt. tokens: with the end token; failure: why there are none, else empty."""
+    """The continuation of one prompt."""
 
-    tokens: tuple[int, ...] = ()
-    ended: bool = False  # by an end token, not by the budget
+    tokens: tuple[int, ...] = ()  # with the end token
+    ended: bool = False  # by an end token, not by the limit of tokens
     top: TopK | None = None
-    retokenised: bool = False  # from a text of a server that gave no ids
-    failure: str = ""  # memory | not_a_number | server | retokenised
+    retokenised: bool = False  # whether the tokens are of a text, as a server gave no ids
+    failure: str = ""  # why there are no tokens, else empty: memory | not_a_number | server | retokenised
 
     @property
     def content(self) -> tuple[int, ...]:
@@ -60,7 +63,7 @@ class Answer:
 
 
 def uniforms(seed: int, task_id: str, turn_index: int, count: int) -> Tensor:
-    """`count` uniform float64 numbers in [0, 1): fixed by the other arguments; a smaller count gives a prefix."""
+    """`count` uniform float64 numbers in [0, 1), fixed by the other arguments. A smaller count gives a prefix."""
     return torch.from_numpy(Streams(seed, task_id).arrays("response", turn_index).random(count))
 
 
@@ -70,21 +73,21 @@ class Task:
 
     id: str
     source: str  # the location of the record
-    template: str
+    template: str  # how messages become text, or `WRITTEN_ONLY`
     prompt: list[int]  # token ids to continue now
     messages: list[Message] | None = None  # up to the user's turn to answer, included; None for a plain text
     bare: Sequence[str | Message] = ()  # the texts or messages to render without a template
     upcoming: list[Message] = field(default_factory=list)  # the user's turns after `messages`
     answers: list[Answer] = field(default_factory=list)
     top: TopK | None = None  # distributions at the answers' tokens
-    documents: list[TokenisedText] = field(default_factory=list)  # successive turns share one if possible
+    documents: list[TokenisedText] = field(default_factory=list)  # of prompts and answers; turns share one if possible
     difference: str = ""  # the first place where the text of an answer gives other tokens than the target wrote
-    retokenised: bool = False  # a server gave text instead of tokens
-    problem: str = ""  # why there is no answer, or no further one
-    detail: str = ""
+    retokenised: bool = False  # whether a server gave text instead of tokens
+    problem: str = ""  # why there is no answer, or no further answer; else empty
+    detail: str = ""  # of the problem
 
     def keep(self, answer: Answer) -> None:
-        """Add an answer to the current prompt; in the document of earlier answers if the prompt begins with that."""
+        """Add an answer to the current prompt; to the document of earlier answers if the prompt begins with these."""
         if answer.top is not None:
             self.top = answer.top if self.top is None else self.top.then(answer.top)
         self.documents = append_answer(self.documents, self.prompt, answer.tokens)
@@ -99,11 +102,11 @@ class Task:
 
 @dataclass
 class Todo:
-    """The prompts of one process, and the counts from reading all prompts. context: the target's."""
+    """The prompts of one process, and the counts from reading all prompts."""
 
-    context: int = UNLIMITED
+    context: int = UNLIMITED  # of the target, in tokens
     tasks: list[Task] = field(default_factory=list)
-    skipped: list[dict[str, str]] = field(default_factory=list)
+    skipped: list[dict[str, str]] = field(default_factory=list)  # their `Task.skip_record`
     counts: Counts = field(default_factory=Counts)
 
     def add(self, task: Task, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -126,11 +129,9 @@ def prompt_id(messages: Sequence[Message] = (), text: str = "") -> str:
 
 
 def read_tasks(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, todo: Todo) -> Iterator[Task]:
-    """Each distinct prompt of the training records, in the order of the data; `todo.counts` counts the records.
-
-    Raises `UserError` if conversations and plain texts are mixed, because a shard has one layout, and for a share of
-    prompts that would be held out.
-    """
+    """Each distinct prompt of the training records, in the order of the data; `todo.counts` counts the records. Raises
+    `UserError` if conversations and plain texts are mixed, because a file of answers has one layout, and for a share of
+    prompts that would be held out."""
     seen_ids: set[str] = set()
     for data in [source_data for _, _, source_data in config.data.parts()] or [config.data]:
         for record in read_records(data, "train", todo.counts, asking=True):
@@ -152,7 +153,7 @@ def read_tasks(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, todo:
 
 
 def _to_task(record: Record, data: DataConfig, config: GenerateConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
-    if "text" in record and record.get("asked"):
+    if "text" in record and record.get("asked"):  # a prompt, to be continued from its end
         return Task(prompt_id(text=record["text"]), record["id"], data.template, [], bare=(record["text"],))
     if "text" in record:
         prefix_text = record["text"][: config.prefix_tokens * _CHARS_A_TOKEN]
@@ -179,7 +180,9 @@ def render_task(task: Task, tokenizer: PreTrainedTokenizerBase, context: int) ->
     template, answer_ids = "none" if task.bare else task.template, [answer.tokens for answer in task.answers]
     try:
         if turns := task.messages or task.bare:
-            task.prompt = render_prompt(turns, tokenizer, template, TEMPLATE, answer_ids, context)
+            task.prompt = render_prompt(
+                turns, tokenizer, template, option=TEMPLATE, answer_ids=answer_ids, context=context
+            )
         else:
             require_rows(task.prompt, tokenizer, "prompt")
     except UnusableTextError as error:
@@ -197,7 +200,9 @@ def describe_first(config: GenerateConfig, answered: int, prompt_count: int, tok
 def describe_texts(tasks: Sequence[Task], answered: int) -> str:
     """A warning if texts of `tasks` give other tokens than the target wrote, else ""; answered: prompts so far."""
     retokenised_count, different = sum(task.retokenised for task in tasks), [task for task in tasks if task.difference]
-    lines = [f"retokenised={retokenised_count}/{answered}, as the server gives no token ids"] * bool(retokenised_count)
+    lines = []
+    if retokenised_count:
+        lines.append(f"retokenised={retokenised_count}/{answered}, as the server gives no token ids")
     if different:
         note = "tokenising the text gives other tokens than the target wrote; training uses the target's; first"
         first_task = different[0]

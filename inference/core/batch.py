@@ -1,8 +1,8 @@
 """Many texts at once: each is decoded by the loop of one text, and passes of several texts run as one.
 
-A text runs in a greenlet until it asks for a pass. Once every text waits, the passes of one kind run together over the
-rows of all these texts: weights are read once, and each row attends to keys of its own text. So a row's result is what
-its engine computes for the same row without company.
+A row is one token of a pass over a model. A text runs in a greenlet until it asks for a pass. Once every text waits,
+the passes of one kind run together over the rows of all these texts: weights are read once, and each row attends to
+keys of its own text. So a row's result is what its engine computes for the same row alone.
 
 `Batch.step` is one turn of all texts. Example: texts A and B draft two tokens, one by one, and text C drafts one.
 
@@ -38,15 +38,15 @@ from outrider.inference.settings import MOST_NODES
 
 Output = TypeVar("Output")
 Outcome = tuple[Tensor, ...] | Exception  # of a pass
-PIECE = 256  # tokens of a prompt that other texts wait for, and that run in one call
-ROUND = MOST_NODES + 1  # rows of a round that a budget counts
+PIECE = 256  # tokens of a prompt that run while the other texts wait
+ROUND = MOST_NODES + 1  # rows of a round for which a budget has room: a largest draft and its root
 
 
 @dataclass(frozen=True)
 class PassRequest:
     """The pass that a text waits for: `pass_` over its input x [1, n, …] or [n]. Passes of one kind can be joined."""
 
-    kind: tuple[int, int, str]  # (id of the layers, the split, name of the pass)
+    kind: tuple[int, int, str]  # (id of the layers, number of layers that a drafter shares, name of the pass)
     pass_: Pass
     x: Tensor
     view: TextView
@@ -58,11 +58,11 @@ class PassRequest:
     @property
     def ends_round(self) -> bool:
         """Whether it is a pass of the target that verifies."""
-        return self.kind[2].startswith(REST)
+        return self.kind[2].startswith(REST)  # the name of the pass
 
 
 class TextCaches:
-    """The caches of several texts in one pass. entries: of the running layer, as in `TextMasks`."""
+    """The caches of several texts in one pass. entries: the running layer's keys and values (see `TextMasks`)."""
 
     def __init__(self, requests: list[PassRequest]):
         self.rows = tuple(request.rows for request in requests)
@@ -107,11 +107,9 @@ class JointView:
 
 
 def run_jointly(requests: list[PassRequest]) -> list[Outcome]:
-    """The outputs of passes of one kind, computed by one pass over the rows of all.
-
-    It is split in half if memory is short, or if the layers cannot run several texts. A text that fails alone has its
-    error. Raises other errors of a pass of several texts.
-    """
+    """The outputs of passes of one kind, computed by one pass over all rows. The requests are split in half if memory
+    is short, or if the layers cannot run several texts. The outcome of a text that fails alone is its error. Raises
+    other errors of a pass of several texts."""
     first, half = requests[0], len(requests) // 2
     if not half:
         try:
@@ -124,6 +122,7 @@ def run_jointly(requests: list[PassRequest]) -> list[Outcome]:
     if outputs is None:  # outside the handler: its traceback holds the pass's tensors
         return run_jointly(requests[:half]) + run_jointly(requests[half:])
     lengths, logit_counts = view.cache.rows, [request.view.logit_count for request in requests]
+    # An output has all rows of a text, or only those whose logits were requested.
     parts = [output.split(lengths if output.shape[1] == sum(lengths) else logit_counts, dim=1) for output in outputs]
     return list(zip(*parts, strict=True))
 
@@ -146,7 +145,7 @@ class CacheBudget:
     """The memory for the KV caches of texts that are decoded together, without what a graph's fixed shapes take."""
 
     position_bytes: int  # of one position in all caches of a text, the drafter's included
-    most: int  # bytes of all texts
+    max_bytes: int  # of all texts
 
     def bytes_of(self, position_count: int) -> int:
         """Bytes that the caches of a text of so many positions take; half as much again while they grow."""
@@ -154,7 +153,8 @@ class CacheBudget:
 
     def count_fitting(self, text_lengths: Iterable[int]) -> int:
         """How many of the texts, of so many positions in this order, fit together; at least the first, at any size."""
-        return max(1, sum(total_bytes <= self.most for total_bytes in accumulate(map(self.bytes_of, text_lengths))))
+        totals = accumulate(map(self.bytes_of, text_lengths))
+        return max(1, sum(total_bytes <= self.max_bytes for total_bytes in totals))
 
 
 class Batch(Runtime):
@@ -163,7 +163,7 @@ class Batch(Runtime):
     A text joins by `add`, between steps, and leaves when it ends or by `drop`. All methods must be called in one
     thread. Prompts are run text by text, and so is a target that runs as a whole. yielding: texts go on between the
     layers of a long prompt. runtime: if it is not eager, it makes the sessions, and texts take turns, round by round.
-    budget: of all caches; None: unbounded. While these texts do not fit it together, the ones that came last pause
+    budget: of all caches; None: unbounded. While the texts exceed the budget together, the texts that came last pause
     between two rounds, or do not start.
     """
 
@@ -191,7 +191,7 @@ class Batch(Runtime):
 
     @torch.inference_mode()  # as in `step`: a decode loop that ends restores the mode in which it began
     def drop(self, text: BatchText) -> None:
-        """End a text before its end."""
+        """End a text early."""
         if text.run is not None:
             with suppress(Exception):  # nobody reads what it raises at its end, and the others go on
                 text.run.throw()
@@ -202,16 +202,14 @@ class Batch(Runtime):
             self.drop(text)
 
     def _forget(self, text: BatchText) -> None:
-        """Remove a text that has ended; it keeps no session alive."""
+        """Remove a text that has ended, so that it keeps no session alive."""
         self.texts.remove(text)
         text.rounds, text.run, text.pending = iter(()), None, None
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Run the passes that texts wait for, then each text until its next pass.
-
-        Passes of the target, which end rounds, run once no text waits for a draft.
-        """
+        """Run the passes that texts wait for, then each text until its next pass. Passes of the target, which end
+        rounds, run once no text waits for a draft."""
         fitting_count = self.budget.count_fitting(text.positions for text in self.texts) if self.budget else None
         for text in [text for text in self.texts[:fitting_count] if text.pending is None]:
             text.run = text.run or greenlet(partial(_decode, text))
@@ -231,7 +229,7 @@ class Batch(Runtime):
                 self._resume(text, outcome)
 
     def _resume(self, text: BatchText, *outcome: Outcome) -> None:
-        """Run a text until it waits, has decoded a round, or ends. outcome: of the pass it waited for."""
+        """Run a text until it waits, has decoded a round, or ends. outcome: of the pass that it waited for, if any."""
         assert text.run is not None
         error: Exception | None = None
         resume = text.run.throw if outcome and isinstance(outcome[0], Exception) else text.run.switch
@@ -252,14 +250,12 @@ def _decode(text: BatchText) -> None:
 
 
 class _BetweenLayers:
-    """The cache of a long prompt's pass, in which the other texts run their next passes between its layers.
-
-    They wait for as much as a prompt of `PIECE` tokens takes.
-    """
+    """The cache of a long prompt's pass. The other texts run their next passes between the prompt's layers. They wait
+    as long as a prompt of `PIECE` tokens takes."""
 
     def __init__(self, cache: KVCache):
         self.cache, self.layers = cache, cache.layers
-        self._rows = 0  # of the layers since they waited
+        self._rows = 0  # summed over the layers that ran since the other texts ran
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         if self._rows >= PIECE * len(self.layers):
@@ -270,12 +266,10 @@ class _BetweenLayers:
 
 
 def _wait(yielding: bool, kind: tuple[int, int, str], pass_: Pass, x: Tensor, view: TextView) -> tuple[Tensor, ...]:
-    """The outputs of a pass, which a text of a batch requests and waits for; outside of a batch the pass runs here.
-
-    The pass over a prompt runs here too, by itself. yielding: see `Batch`.
-    """
-    batch_greenlet = getcurrent().parent
-    if batch_greenlet is not None and view.layout.base:
+    """The outputs of a pass, which a text of a batch requests and waits for. Outside of a batch the pass runs here, and
+    so does the pass over a prompt. yielding: see `Batch`."""
+    batch_greenlet = getcurrent().parent  # None outside of a batch
+    if batch_greenlet is not None and view.layout.base:  # positions are committed: after the prompt
         outputs: tuple[Tensor, ...] = batch_greenlet.switch(PassRequest(kind, pass_, x, view))
         return outputs
     if batch_greenlet is not None and yielding and view.layout.stop > PIECE:
@@ -284,13 +278,11 @@ def _wait(yielding: bool, kind: tuple[int, int, str], pass_: Pass, x: Tensor, vi
 
 
 class Worker:
-    """Runs a batch of up to `most` texts in a thread of its own, which ends when there is nothing to do.
+    """Runs a batch of up to `max_texts` texts in a thread, which ends when there is nothing to do. Further texts wait
+    until a text ends. Every thread may call the methods. begin: called first in each thread that runs the batch."""
 
-    Further texts wait until a text ends. Every thread may call the methods. begin: called first in each such thread.
-    """
-
-    def __init__(self, batch: Batch, most: int, begin: Callable[[], None] = lambda: None):
-        self.batch, self.most, self._begin = batch, most, begin
+    def __init__(self, batch: Batch, max_texts: int, begin: Callable[[], None] = lambda: None):
+        self.batch, self.max_texts, self._begin = batch, max_texts, begin
         self._jobs: list[Callable[[], None]] = []
         self._waiting: list[BatchText] = []
         self._busy, self._lock = False, Lock()
@@ -309,13 +301,11 @@ class Worker:
         return future.result()
 
     def rounds(self, rounds: Iterator[Round], prompt: int = 0) -> Iterator[Round]:
-        """`rounds`, which use sessions of this batch, each as soon as it is decoded.
-
-        The text starts when the first round is requested, and is decoded whether or not anybody reads. Closing this
-        iterator drops the text. prompt: the number of its tokens.
-        """
+        """`rounds`, which use sessions of this batch, each as soon as it is decoded. prompt: the number of prompt
+        tokens. The text starts when the first round is requested, and is decoded whether or not anybody reads. Closing
+        this iterator drops the text."""
         result_queue: SimpleQueue[Round | Exception | None] = SimpleQueue()
-        text = BatchText(rounds, result_queue.put, result_queue.put, prompt)
+        text = BatchText(rounds, take=result_queue.put, end=result_queue.put, positions=prompt)
         del rounds  # only the text holds them, so that the batch's thread closes them
         give_up = partial(self._give_up, text)  # created now, as the interpreter may be ending later
         self._put(partial(self._waiting.append, text))
@@ -371,7 +361,7 @@ class Worker:
                 for text in [*self._waiting, *self.batch.texts]:
                     if not text.reader.is_alive():
                         self._give_up(text)
-            while self._waiting and len(self.batch.texts) < self.most:
+            while self._waiting and len(self.batch.texts) < self.max_texts:
                 self.batch.add(self._waiting.pop(0))
             try:
                 self.batch.step()

@@ -13,11 +13,11 @@ from outrider.draft_models.targets.model_spec import slots_of
 class KVCache:
     """Keys and values of layers `layers` in one buffer [layers, 2, heads, slots, head_dim].
 
-    The buffer grows with the text, by doubling, up to `capacity` slots. Layers whose shape differs from the first one's
-    have separate buffers. `length` is the number of valid positions; a pass writes its positions after them, and its
-    session then makes these valid. Inside `at` a pass writes to given slots instead, and sees a fixed number of
-    positions. clean: slots after the text are zero between rounds, since passes inside `at` read them (masked); there
-    are `capacity` slots from the start, as graphs keep their addresses. fixed: the slots [q] and that number.
+    The buffer grows with the text, by doubling, up to `capacity` slots. Layers whose shape differs from the first
+    layer's have separate buffers. `length` is the number of valid positions. A pass writes its q positions after them.
+    The session of the text, which runs the passes, then makes these valid. Inside `at` a pass writes to fixed slots,
+    and sees a fixed number of positions. clean: slots after the text are zero between rounds, since passes inside `at`
+    read them (masked); there are `capacity` slots from the start, as CUDA graphs keep their addresses.
     """
 
     def __init__(self, layers: range, capacity: int, *, clean: bool = False):
@@ -26,7 +26,7 @@ class KVCache:
         self._buffer: Tensor | None = None
         self._views: dict[int, tuple[Tensor, Tensor]] = {}  # of each layer, [1, heads, slots, head_dim]
         self._separate: list[Tensor] = []  # of layers of another shape, [1, heads, slots, head_dim]
-        self.fixed: tuple[Tensor, int] | None = None
+        self.fixed: tuple[Tensor, int] | None = None  # inside `at`: the slots [q], and the number of visible positions
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Write key, value [1, heads, q, head_dim] after `length`; returns views of all length + q positions."""
@@ -41,16 +41,15 @@ class KVCache:
         return keys[:, :, :new_length], values[:, :, :new_length]
 
     def views(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [1, heads, slots, head_dim] of a layer, with slots for those of this pass.
-
-        For kernels that write to the `fixed` slots. key, value: as for `update`; only their shapes matter.
-        """
+        """Keys and values [1, heads, slots, head_dim] of a layer, with slots for this pass: for kernels that write to
+        the `fixed` slots. key, value: as for `update`; only their shapes matter."""
         if self.length + key.shape[2] > self.slots and not self.clean:
             self._grow(self.length + key.shape[2])
         return self._views.get(layer_idx) or self._allocate(key, value, layer_idx)
 
     def buffer(self, rows: int, heads: int, head_dim: int, like: Tensor) -> Tensor | None:
-        """The buffer of all layers, for kernels that write `rows` positions; None if some layers have separate buffers.
+        """The buffer of all layers, for kernels that write `rows` positions; None if layers have separate buffers, or
+        if its axes 2 and 4 are not `heads` and `head_dim`.
 
         like: a tensor with the dtype and device of keys and values.
         """
@@ -74,10 +73,8 @@ class KVCache:
         vars(self).update(vars(grown_cache))  # only now: if memory runs out, the pass may be repeated with fewer texts
 
     def _allocate(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Allocate a layer: in the common buffer if its keys and values have the first layer's shape.
-
-        Filled with zeros, as masked values must be finite.
-        """
+        """Allocate a layer: in the common buffer if its keys and values have the first layer's shape. Buffers begin
+        with zeros, as masked values must be finite."""
         key_shape, value_shape = ((1, t.shape[1], self.slots, t.shape[3]) for t in (key, value))
         if self._buffer is None:
             self._buffer = key.new_zeros((len(self.layers), 2, *key_shape[1:]))

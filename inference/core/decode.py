@@ -39,11 +39,10 @@ def autoregressive(
 ) -> Iterator[Round]:
     """Plain decoding, one token per pass. Yields a `Round` per pass. Raises `UserError` as `speculative` does.
 
-    selector: how tokens are chosen from logits; None: greedily.
-    runtime: how passes run; None: eagerly.
+    selector: how tokens are chosen from logits; None: greedily. runtime: how passes run; None: eagerly.
     """
     selector = selector or TokenSelector()
-    with closing(_new_session(runtime, target, 0, prompt, max_new_tokens, spare=0)) as session:
+    with closing(_new_session(runtime, target, 0, prompt, max_new_tokens, spare=0)) as session:  # 0: no split
         start_time = clock()
         logits = session.prefill(prompt)
         session.commit(range(len(prompt)))
@@ -55,14 +54,14 @@ def autoregressive(
             if token in eos:
                 return
             start_time = clock()
-            if selector.takes_argmax and session.step is not None:
+            if selector.takes_argmax and session.step is not None:  # the argmax is a part of the step's graph
                 token_tensor = session.step(token_tensor)
                 pass_end = clock()
             else:
                 session.feed(token_tensor, (ROOT,))
                 logits = session.finish()
                 pass_end = clock()
-                session.commit((0,))
+                session.commit((0,))  # its only row
                 token_tensor = selector.next_token(logits)
             token = _require_token(int(token_tensor), session, session.base - 1)
             seconds, verify_seconds = clock() - start_time, pass_end - start_time
@@ -83,7 +82,7 @@ def speculative(
 ) -> Iterator[Round]:
     """Speculative decoding: tokens, or their distribution under sampling, equal `autoregressive`'s for any drafter.
 
-    drafter: a new one for each generation. Other arguments are those of `autoregressive`. Raises `UserError` for an
+    drafter: a new drafter for each generation. Other arguments are those of `autoregressive`. Raises `UserError` for an
     impossible length, and if the target's logits are not finite.
     """
     session = _new_session(runtime, target, drafter.split, prompt, max_new_tokens, spare=drafter.max_rows)
@@ -100,9 +99,10 @@ def decode_rounds(
     eos: Collection[int],
     clock: Clock,
 ) -> Iterator[Round]:
-    """The loop: prefill; then draft a tree under the last token, run the target over it, verify, commit."""
+    """The loop: prefill; then draft a tree under the last token, run the target over it, verify, and commit: make the
+    accepted tokens a part of the text, and their keys and values a part of the caches. Times: see `Stopwatch`."""
     watch = Stopwatch(clock)
-    session.aux_layers, session.top_count = drafter.aux_layers, drafter.top_count
+    session.aux_layers, session.top_count = drafter.aux_layers, drafter.top_count  # states, top k it reads
     logits = session.prefill(prompt)
     drafter.begin(session, selector, watch)
     session.commit(range(len(prompt)))
@@ -113,7 +113,7 @@ def decode_rounds(
     tokens_left = max_new_tokens - 1
     while tokens_left > 0 and token not in eos:
         watch.restart("structure")
-        tree = drafter.draft(root, tokens_left - 1)
+        tree = drafter.draft(root, tokens_left - 1)  # the target adds one token
         watch.begin("verify")
         logits = session.run_tree(root, tree)
         drafted_tokens, nodes, root, bonus_token = _verify(session, selector, root, tree, logits)
@@ -135,22 +135,18 @@ def decode_rounds(
 def _verify(session: Session, selector: TokenSelector, root: Tensor, tree: DraftTree, logits: Tensor) -> VerifiedDraft:
     """`TokenSelector.verify`. Raises `UserError` if the target's logits are not finite."""
     verified = selector.verify(tree, logits)
-    if not verified.nodes and len(tree) and not _is_token(verified.bonus, session):
+    if not verified.nodes and len(tree) and not 0 <= verified.bonus < session.vocabulary:
         # A drafted token can make the target produce NaN, which attention spreads to every row (0 · NaN = NaN).
-        # Verify the root alone.
+        # Run the pass again over the root (row 0) alone, and verify that.
         root_logits = session.finish([0])
         verified = selector.verify(DraftTree(root[:0], (), ()), root_logits)
     _require_token(verified.bonus, session, session.base + len(verified.nodes))
     return verified
 
 
-def _is_token(token: int, session: Session) -> bool:
-    return 0 <= token < session.vocabulary
-
-
 def _require_token(token: int, session: Session, position: int) -> int:
-    """`token`, chosen from the target's logits at `position`. Raises `UserError` if these are not finite."""
-    if not _is_token(token, session):
+    """`token`, chosen from the target's logits at `position`. Raises `UserError` if these logits are not finite."""
+    if not 0 <= token < session.vocabulary:
         dtype = str(session.dtype).removeprefix("torch.")
         raise UserError(
             f"the target's logits at position {position} are NaN or infinite in dtype={dtype}; try dtype=bfloat16, "
@@ -162,6 +158,8 @@ def _require_token(token: int, session: Session, position: int) -> int:
 def _new_session(
     runtime: Runtime | None, target: Target, split: int, prompt: Sequence[int], max_new_tokens: int, spare: int
 ) -> Session:
+    """A session for one text. split: the number of the target's first layers that the drafter shares; 0: none. spare:
+    the most rows of a draft without its root."""
     if not prompt:
         raise UserError("empty prompt: the target needs at least one token to continue from")
     if max_new_tokens < 1:
@@ -172,6 +170,6 @@ def _new_session(
             f"prompt of {len(prompt)} tokens + max_new_tokens={max_new_tokens} exceeds the target's context "
             f"of {context_size}; shorten one of them"
         )
-    # A tree needs more cache slots than positions, so near the end of the context its slots exceed it.
+    # A tree needs more cache slots than positions, so near the end of the context its slots exceed it. + 1: the root.
     context = len(prompt) + max_new_tokens
     return (runtime or Runtime()).session(target, split, context + spare + 1, context)

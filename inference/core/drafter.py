@@ -1,4 +1,7 @@
-"""The interface between the decoding loop and drafters."""
+"""The interface between the decoding loop and drafters.
+
+A node is a token of a draft tree under the root, the last token of the text. A row is a token that ran in this round.
+"""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -14,18 +17,16 @@ from outrider.inference.core.tree import DraftTree
 if TYPE_CHECKING:
     from outrider.inference.core.token_selector import TokenSelector
 
-TRIED, CANDIDATE, CHOSEN, OBSERVED = "nodes_tried", "accepted_candidate_", "chosen_", "observed"  # begin total's names
+# The names of totals, or the beginnings of these names (see `inference.shapes.structure.Structure`).
+TRIED, CANDIDATE, CHOSEN, OBSERVED = "nodes_tried", "accepted_candidate_", "chosen_", "observed"
 
 
 class Sizes(Protocol):
-    """Chooses how many nodes to submit, round by round.
+    """Chooses how many nodes to submit, round by round. A draft is given as parents (−1: the root), int64 [n], parents
+    before children, and path probabilities, float64 [n], descending."""
 
-    max_nodes: the largest choice. A draft is given as parents (−1: the root), int64 [n], parents before children, and
-    path probabilities, float64 [n], descending. totals: sums over rounds by name, for the report.
-    """
-
-    max_nodes: int
-    totals: Counter[str]
+    max_nodes: int  # the largest choice
+    totals: Counter[str]  # sums over rounds by name, for the report
 
     def search_size(self) -> int:
         """The number of nodes to search for in this round; 0: none, as none would be submitted."""
@@ -38,7 +39,8 @@ class Sizes(Protocol):
 
 
 class Stopwatch:
-    """Seconds since the last `restart`, in all and for each part of a round; one part runs at a time."""
+    """Seconds since the last `restart`, in all and for each part of a round; one part runs at a time: "draft" (the
+    drafter's forward passes), "structure" (its other work), "verify" (the target's pass) or "other", not summed."""
 
     def __init__(self, clock: Callable[[], float]):
         self._clock = clock
@@ -69,7 +71,7 @@ class Drafter(ABC):
     aux_layers: tuple[int, ...] = ()  # boundaries of the target's layers whose hidden states it reads (`aux_hidden`)
     top_count: int = 0  # top-k continuations of every row that it reads (`Session.top_tokens_of_rows`)
     max_rows: int  # the most rows that a round adds to the caches, not counting the root
-    sizes: Sizes | None = None  # chooses how many nodes to submit, if that is "auto" and there is no structure
+    sizes: Sizes | None = None  # if the number is "auto", and no structure (a rule for chains or trees) shapes drafts
 
     @property
     def totals(self) -> Mapping[str, float]:
@@ -78,11 +80,8 @@ class Drafter(ABC):
 
     @abstractmethod
     def begin(self, session: Session, selector: "TokenSelector", watch: Stopwatch) -> None:
-        """Called once, with the prompt fed to the session's first half and not yet committed.
-
-        selector: the token selector, for drafts that are sampled in the same way; watch: times the drafter's forward
-        passes, as the part "draft".
-        """
+        """Called once, after the session ran the prompt and before it commits the prompt. selector: the token selector,
+        for drafts that are sampled in the same way; watch: times the drafter's forward passes, as the part "draft"."""
 
     @abstractmethod
     def draft(self, root: Tensor, limit: int) -> DraftTree:
@@ -90,20 +89,16 @@ class Drafter(ABC):
 
     @abstractmethod
     def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
-        """End the round: the path `nodes` of `tree` was accepted; `tokens` are the root and the path's tokens.
-
-        Called before the session's own commit.
-        """
+        """End the round: the path `nodes` of `tree` was accepted; `tokens` are the root and the path's tokens. Called
+        before the session's own commit."""
 
 
 class DraftModel(Protocol):
-    """An autoregressive draft model: gives next-token distributions after any node of the round's tree.
-
-    `inference.drafters.model_drafter.ModelDrafter` turns it into a `Drafter`.
-    """
+    """An autoregressive draft model: gives next-token distributions after any node of the round's tree. A
+    `ModelDrafter` makes a `Drafter` of a draft model."""
 
     split: int  # see `Drafter`
-    aux_layers: tuple[int, ...]  # likewise
+    aux_layers: tuple[int, ...]  # see `Drafter`
 
     @property
     def predicted(self) -> Tensor | None:
@@ -121,7 +116,7 @@ class DraftModel(Protocol):
         """As `Drafter.begin`."""
 
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
-        """Feed rows (tokens [n], parents as in `Session.feed`); returns next-token logits [n, K] after each.
+        """Feed rows (tokens [n], parents as in `Session.feed`); returns next-token logits [n, K] after each row.
 
         `hidden` and the logits are valid until the next call.
         """

@@ -1,6 +1,7 @@
 """The target's log-probabilities of the tokens of a text, from the logits by which they are selected or verified.
 
-They are of the logits as the target computes them: at temperature 1, before any penalty, top_k, top_p or min_p.
+The log-probabilities are at temperature 1, before any penalty, top_k, top_p or min_p. A selector chooses tokens from
+the target's logits, of the next token or along a draft tree.
 """
 
 import random
@@ -38,7 +39,8 @@ class ScoringSelector(TokenSelector):
     def __init__(self, sampler: Sampler | None, generator: random.Random | None, rule: Verification, *, top: int):
         super().__init__(sampler, generator, rule)
         self.takes_argmax = False  # else plain decoding would bypass the selector
-        self._top, self._queue = top, deque[TokenScores]()  # of tokens in the order of the text, until they are taken
+        self._top = top
+        self._queue = deque[TokenScores]()  # of tokens in the order of the text, until `score_rounds` takes them
 
     def next_token(self, logits: Tensor) -> Tensor:
         token = super().next_token(logits)
@@ -48,7 +50,7 @@ class ScoringSelector(TokenSelector):
     def verify(self, tree: DraftTree, logits: Tensor) -> VerifiedDraft:
         verified = super().verify(tree, logits)
         tokens = [*(verified.tokens[node] for node in verified.nodes), verified.bonus]
-        self._score(logits[[0, *(node + 1 for node in verified.nodes)]], tokens)
+        self._score(logits[[0, *(node + 1 for node in verified.nodes)]], tokens)  # row 0 is the root's, then the nodes'
         return verified
 
     def score_rounds(self, rounds: Iterator[Round]) -> Iterator[ScoredRound]:
@@ -57,8 +59,8 @@ class ScoringSelector(TokenSelector):
             yield ScoredRound(**vars(r), scores=tuple(self._queue.popleft() for _ in r.tokens))
 
     def _score(self, logits: Tensor, tokens: Sequence[int]) -> None:
-        """Keep the scores of `tokens` [n], each by its row of logits [n, V]; none where the logits are not finite."""
-        if not 0 <= tokens[-1] < logits.shape[-1]:  # not finite: verified again without the draft, or refused
+        """Queue the scores of `tokens` [n], each by its row of logits [n, V]; nothing if the logits are not finite."""
+        if not 0 <= tokens[-1] < logits.shape[-1]:  # logits not finite: the loop verifies the root alone, or raises
             return
         logprobs = logits.float().log_softmax(-1)
         top, ids = logprobs.topk(self._top, -1)

@@ -1,8 +1,8 @@
-"""Operations on logits and rows between the passes of a decode loop.
+"""Operations on logits and rows (tokens of a pass) between the passes of a decode loop.
 
 Between target passes the hardware caches are cold, and a small PyTorch operation takes five times as long as alone. So
-the CPU engine has faster functions of the same names. Such a function returns None for cases that it does not handle;
-PyTorch handles those. The engine is loaded on first use: importing this module loads none.
+the CPU engine has faster functions of the same names (`engines.cpu.choices`). Such a function returns None for cases
+that it does not handle, which PyTorch handles. The engine is loaded on first use, not when this module is imported.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,8 @@ from outrider.base.errors import warn
 def row_maxima(scores: Tensor) -> tuple[Tensor, Tensor]:
     """`scores.max(-1)` of [n, V]: the largest of each row and its first index, or NaN and its index."""
     maxima: tuple[Tensor, Tensor] | None = _faster("row_maxima", scores.device, scores)
-    if maxima is None:
-        values, indices = scores.max(-1)
-        return values, indices
-    return maxima
+    values, indices = scores.max(-1) if maxima is None else maxima
+    return values, indices
 
 
 def likeliest(logits: Tensor) -> Tensor:
@@ -39,11 +37,8 @@ def likeliest(logits: Tensor) -> Tensor:
 def likeliest_children(
     logits: Tensor, weights: Sequence[float], count: int, sharpness: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The `count` largest of weights [n] · softmax(sharpness · logits [n, V]), descending: values, rows, columns, each
-    [count], or fewer if n · V is smaller.
-
-    Values are in float32; if fewer than `count` are above 0, the others are 0. None if no engine does it in one step.
-    """
+    """The `count` largest of weights [n] · softmax(sharpness · logits [n, V]), descending: values (float32), rows,
+    columns, each [count], or fewer if n · V is smaller; values may be 0. None if no engine finds them in one step."""
     children: tuple[Tensor, Tensor, Tensor] | None
     children = _faster("likeliest_children", logits.device, logits, weights, count, sharpness)
     return children
@@ -52,13 +47,14 @@ def likeliest_children(
 def ancestor_mask(
     ancestor_bits: Sequence[int], past: int, column_count: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
-    """The additive ancestor mask [1, 1, n, past + column_count]: row i sees the first `past` columns and those later
-    ones whose bit is set in ancestor_bits[i]. None if no engine builds it in one step."""
+    """The additive ancestor mask [1, 1, n, past + column_count]: row i sees the first `past` columns, and the later
+    columns whose bit is set in ancestor_bits[i]. None if no engine builds the mask in one step."""
     mask: Tensor | None = _faster("ancestor_mask", device, ancestor_bits, past, column_count, dtype)
     return mask
 
 
 def _faster(name: str, device: torch.device, *arguments: object) -> Any:
+    """The result of the engine's function `name`; None without an engine, and for cases that it does not handle."""
     engine = _cpu_engine() if device.type == "cpu" else None
     return None if engine is None else getattr(engine, name)(*arguments)
 

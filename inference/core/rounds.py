@@ -13,10 +13,8 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Round:
-    """The tokens committed by one pass of the target. The first round of a generation is the prefill.
-
-    In a batch, seconds include waits for other texts.
-    """
+    """The tokens committed (made a part of the text) by one pass of the target. The first round of a generation is the
+    prefill. In a batch, seconds include waits for other texts."""
 
     tokens: tuple[int, ...]  # committed ids, never beyond the first EOS or the budget
     drafted: int  # the number of proposed tokens
@@ -37,13 +35,13 @@ def synchronized_clock() -> float:
 
 @dataclass(frozen=True)
 class Generation:
-    """One prompt continued by one method. `rounds` excludes the prefill; seconds are wall clock."""
+    """One prompt continued by one method; seconds are wall clock."""
 
     tokens: tuple[int, ...]
     prefill_seconds: float
     decode_seconds: float
-    rounds: tuple[Round, ...] = ()
-    totals: Mapping[str, float] = field(default_factory=dict)  # of the drafter (see `Structure.totals`)
+    rounds: tuple[Round, ...] = ()  # without the prefill
+    totals: Mapping[str, float] = field(default_factory=dict)  # the drafter's sums over rounds, by name
 
 
 def collect(rounds: Iterator[Round], clock: Clock = time.perf_counter) -> Generation:

@@ -1,4 +1,4 @@
-"""The rows of a pass: their positions, ancestors and attention masks."""
+"""The rows of a decoding round, which are the tokens that its passes compute: positions, ancestors, attention masks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from outrider.inference.core.tree import chain_parents
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Rows start..stop−1 of a round, as one pass computes them; a negative start includes committed positions.
+    """Rows start..stop−1 of a round, as one pass computes them. A negative start includes positions of the text before.
 
     Bit j of ancestors[i] is set if row j is row i or an ancestor of it: row i sees these rows and every committed
     position. Example: "cat" and "dog" under the root "the" have the ancestors 0b011 and 0b101.
@@ -40,13 +40,11 @@ class RowLayout:
         return torch.tensor([[self.base + depth for depth in self.depths[self.start : self.stop]]], device=device)
 
     def masks(self, windows: Sequence[int | None], device: torch.device, dtype: torch.dtype) -> Masks:
-        """Additive masks [1, 1, stop − start, base + stop] by window size.
-
-        None if attention needs no mask: one query, or causal attention over an empty cache; a `Band` for a sliding
-        window over a long text from position 0.
-        """
+        """Additive masks [1, 1, stop − start, base + stop] by window size. None if attention needs no mask: one query,
+        or causal attention over an empty cache. A `Band` for a sliding window over a long text from position 0."""
         first_position, key_count = self.base + self.start, self.base + self.stop
         unmasked = self.is_chain and (key_count - first_position == 1 or first_position == 0)
+        # A window that holds all keys needs no mask of its own.
         window_used = {window: window if window is not None and window < key_count else None for window in windows}
         masks = {w: None if unmasked and w is None else self._mask(w, device, dtype) for w in {*window_used.values()}}
         return {window: masks[w] for window, w in window_used.items()}
@@ -57,7 +55,7 @@ class RowLayout:
             return Band.sliding(torch.arange(key_count, device=device), window)
         if not self.is_chain and window is None:
             mask = ancestor_mask(self.ancestors[self.start : self.stop], self.base, self.stop, dtype, device)
-            if mask is not None:
+            if mask is not None:  # None: no engine builds this mask in one step
                 return mask
         lowest = torch.finfo(dtype).min
         mask = torch.zeros(key_count - first_position, key_count, dtype=dtype, device=device)
@@ -107,7 +105,7 @@ class RoundRows:
 
 def unpack(ancestor_bits: Sequence[int], column_count: int) -> np.ndarray:
     """bool [rows, column_count]: bit j of ancestor_bits[i]. Bits from `column_count` on must be 0."""
-    row_bytes = -(-column_count // 8)
+    row_bytes = -(-column_count // 8)  # rounded up
     packed = np.frombuffer(b"".join(bits.to_bytes(row_bytes, "little") for bits in ancestor_bits), dtype=np.uint8)
     bits = np.unpackbits(packed.reshape(len(ancestor_bits), row_bytes), axis=1, count=column_count, bitorder="little")
     return bits.view(np.bool_)

@@ -1,8 +1,8 @@
 """From logits to probabilities, with one code path for target and drafter, and from probabilities to tokens.
 
 transformers' own processors run in transformers' own order: first those that read the text (such as the repetition
-penalty), then the warpers (temperature, top-k, top-p, min-p). In a tree every row has its own text: the committed
-tokens and its branch.
+penalty), then the warpers (temperature, top-k, top-p, min-p). In a draft tree every row (the root or a node) has a
+context, the text before its next token: the committed tokens and its branch.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ _IGNORE_CONTEXT = (
 
 
 class Sampler:
-    """`config`, ready to apply; greedy decoding has no warpers.
+    """The processors of `config`, ready to apply; greedy decoding has no warpers.
 
     defaults: processors of the target's generation config (see `loading.generation_config`), run before `config`'s.
     reads_context: a processor reads the text. reads_ids: a token's probability depends on its id, not on logits alone.
@@ -54,11 +54,8 @@ class Sampler:
         self.reads_ids = self.reads_context or transformers.SuppressTokensLogitsProcessor in map(type, self._steps)
 
     def scores(self, logits: Tensor, contexts: Sequence[Tensor] | None = None) -> Tensor:
-        """Processed logits [n, V] in float32.
-
-        contexts: for each row of logits [n, V], all tokens before it (int64, on the same device), see `branches`;
-        needed only if `reads_context`.
-        """
+        """Processed logits [n, V] in float32. contexts: for each row of logits [n, V], all tokens up to it (int64
+        [length], on the same device), see `branches`; needed only if `reads_context`."""
         scores = logits.float()
         for processor in self._steps:
             if type(processor) in _IGNORE_CONTEXT:
@@ -71,18 +68,15 @@ class Sampler:
         return scores
 
     def probabilities(self, logits: Tensor, contexts: Sequence[Tensor] | None = None) -> Tensor:
-        """The distribution [n, V] in float32 that each row's next token is sampled from; greedy: a point mass.
-
-        Arguments as in `scores`.
-        """
+        """The float32 distribution [n, V] of each row's next token; greedy: a point mass. contexts: as in `scores`."""
         scores = self.scores(logits, contexts)
         if self.greedy:
             return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
         return scores.softmax(-1)
 
     def _by_context(self, step: transformers.LogitsProcessor, scores: Tensor, contexts: Sequence[Tensor]) -> Tensor:
-        """Apply a processor to all rows of one depth at once; it may write to its input, so it gets copies."""
-        # In older versions of transformers this one sees the first row only.
+        """Apply a processor to all rows of one length at once; it may write to its input, so it gets copies."""
+        # In older versions of transformers this processor sees the first row only.
         can_group = type(step) is not transformers.EncoderRepetitionPenaltyLogitsProcessor
         rows_by_length: dict[int, list[int]] = {}
         for row, context in enumerate(contexts):
@@ -94,10 +88,8 @@ class Sampler:
 
 
 def top_tokens(logits: Tensor, count: int) -> Tensor:
-    """The `count` likeliest tokens after each row of logits [..., V], followed by their probabilities.
-
-    float32 [..., 2k] with k = min(count, V): one tensor to transfer. float32 represents ids below 2^24 exactly.
-    """
+    """float32 [..., 2k]: the k = min(count, V) likeliest tokens after each row of logits [..., V], then their
+    probabilities. One tensor is one transfer from a GPU. float32 represents ids below 2^24 exactly."""
     scores = logits.float()
     top_scores, tokens = top_k_chunked(scores, min(count, logits.shape[-1]))
     return torch.cat([tokens.float(), (top_scores - scores.logsumexp(-1, keepdim=True)).exp()], dim=-1)
@@ -110,7 +102,7 @@ def top_k_chunked(scores: Tensor, count: int, chunk_size: int = 64) -> tuple[Ten
     """
     size = scores.shape[-1]
     boundary = size - size % chunk_size
-    if count * chunk_size * 4 > size:
+    if count * chunk_size * 4 > size:  # the best chunks would have more than a quarter of all scores
         top_scores, tokens = scores.topk(count)
         return top_scores, tokens
     chunks = scores[..., :boundary].unflatten(-1, (-1, chunk_size))
@@ -138,12 +130,10 @@ def branches(text: Tensor, tokens: Tensor, parents: Sequence[int]) -> list[Tenso
 def invert(weights: Tensor, uniforms: Tensor | float) -> Tensor:
     """Draw from each row of weights [m, V] ≥ 0 by inverting its cumulative sum.
 
-    uniforms: float64 [m, k] in [0, 1), or one number for a single draw from each row.
-    Returns tokens [m, k]: the first one whose running sum exceeds uniform · total; −1 only if all weights of a row are
-    0. Example: weights (1, 3) and uniform 0.5 give token 1, as 1 is not more than 2 but 4 is.
-
-    The sums are in float64. The error of a token's share is at most about V · 2⁻⁵³ of the total. There is no transfer
-    from a GPU.
+    uniforms: float64 [m, k] in [0, 1), or one number for a single draw from each row. Returns tokens [m, k]: the first
+    token whose running sum exceeds uniform · total; −1 only if all weights of a row are 0. Example: weights (1, 3) and
+    uniform 0.5 give token 1, as 1 is not more than 2 but 4 is. The sums are in float64. The error of a token's share is
+    at most about V · 2⁻⁵³ of the total. There is no transfer from a GPU.
     """
     cdf = _running_sums(weights)
     tokens = torch.searchsorted(cdf, cdf[:, -1:] * uniforms, right=True).clamp_(max=weights.shape[-1] - 1)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class View(Protocol):
-    """A pass's view of its rows, on the device."""
+    """A pass's view of its rows (the tokens that it runs), on the device."""
 
     @property
     def cache(self) -> LayerCache:
@@ -30,10 +30,10 @@ class View(Protocol):
         """The rotary tables at these positions."""
 
     def masks(self) -> Masks:
-        """Additive masks [1, 1, n, keys], or bands, by window size of the layers."""
+        """Masks by window size of the layers: additive tensors [1, 1, n, keys], or `Band`s."""
 
     def logit_rows(self, hidden: Tensor) -> Tensor:
-        """The rows of hidden [1, n, d] whose logits are requested, the last ones; all rows if shapes are fixed."""
+        """The last rows of hidden [1, n, d], whose logits are requested; all rows if shapes are fixed."""
 
 
 Pass = Callable[[Tensor, View], tuple[Tensor, ...]]  # from the rows' input to outputs, each with a row per input row
@@ -42,10 +42,10 @@ Pass = Callable[[Tensor, View], tuple[Tensor, ...]]  # from the rows' input to o
 class Session(Protocol):
     """Runs a target over one text, round by round. Session classes inherit the shared methods.
 
-    A *node* is a proposed token of a `DraftTree`, numbered in the structure's order. A *row* is a token that ran in
+    A *node* is a proposed token of a `DraftTree`, numbered in the tree's order. A *row* is a token that ran in
     this round, numbered in running order: row 0 is the root, the last committed token. A *slot* is a cache index: row r
-    is in slot base + r, while its *position* for attention is base + its depth. A drafter that shares the first half
-    runs the nodes that it extends, here the root and node 1; `run_tree` runs the others:
+    is in slot base + r, while its *position* for attention is base + its depth. A drafter that shares the first
+    layers runs them on the nodes that it extends, here the root and node 1; `run_tree` runs the others:
 
         text … "the"   the draft     node  row  slot      position
                        (the)          –     0   base      base
@@ -56,7 +56,7 @@ class Session(Protocol):
     If the target says "cat sat", nodes [0] are accepted and `path` is rows [0, 2]. `commit` moves row 2 to slot
     base + 1, drops the other rows, and base grows by 2.
 
-    `base` counts the committed positions before row 0; all caches hold exactly those between rounds. `target_hidden`
+    `base` counts the committed positions before row 0, which all caches hold between rounds. `target_hidden`
     [1, d] is the hidden state after the last layer at the last committed position. `capacity` counts the slots that
     caches may have, `context` the positions the text may reach. `aux_layers` are layer boundaries (see
     `LayerStack.run_with_aux`) at which a drafter reads the aux hidden states of every pass. `top_count` is the number
@@ -86,23 +86,19 @@ class Session(Protocol):
         """The size of the target's vocabulary."""
 
     def feed(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
-        """Add rows: tokens [n] whose parents are row numbers (−1: no parent in this round).
-
-        Returns their hidden states [1, n, d] at the split between the two halves of the target's layers, if any.
-        """
+        """Add rows: tokens [n] whose parents are row numbers (−1: no parent in this round). Returns their hidden states
+        [1, n, d] after the layers that a drafter shares, if the target runs layer by layer."""
 
     def finish(self, rows: Sequence[int] | None = None, *, last_only: bool = False) -> Tensor:
-        """Run the target over `rows` (ascending, with all their ancestors; None: every row).
-
-        Returns next-token logits of each row [n, V], or of the last one [1, V]; they are valid until the next call.
-        Rows left out cannot be committed. May be called again, for other rows.
-        """
+        """Run the target over `rows` (ascending, with all their ancestors; None: every row). Returns next-token logits
+        of each row [n, V], or of the last row [1, V]; they are valid until the next call. Rows left out cannot be
+        committed. `finish` may be called again, for other rows."""
 
     def commit(self, rows: Sequence[int]) -> None:
         """End the round: `rows`, an ascending path from row 0, become part of the text; the other rows are dropped."""
 
     def require_layers(self) -> "TargetSession":
-        """Itself, for drafters that use layers of the target. Raises `TypeError` if the target exposes no layers."""
+        """This session, for drafters that use layers of the target. Raises `TypeError` if it exposes no layers."""
         raise TypeError(f"{type(self).__name__}: there are no layers of a target")
 
     def draft_session(self, model: Target) -> "Session":
@@ -110,10 +106,8 @@ class Session(Protocol):
         raise TypeError(f"{type(self).__name__}: no model runs beside it")
 
     def extend(self, tokens: Tensor, parents: Sequence[int], logit_count: int) -> tuple[Tensor, Tensor]:
-        """Add rows and run them through the whole model: hidden states [n, d], the last rows' logits [logit_count, K].
-
-        The logits are over the draft vocabulary (see `Target.predicted`). Both are valid until the next call.
-        """
+        """Add rows and run them through the whole model: hidden states [n, d], the last rows' logits [logit_count, K]
+        over the draft vocabulary (see `Target.predicted`). Both are valid until the next call."""
         raise TypeError(f"{type(self).__name__}: it runs no model")
 
     def content(self) -> Sequence[tuple[Tensor, Tensor]]:
@@ -122,11 +116,8 @@ class Session(Protocol):
 
     @property
     def step(self) -> Callable[[Tensor], Tensor] | None:
-        """A round of plain greedy decoding as one graph; None without graphs.
-
-        It commits a token [1] and returns the argmax after it [1], valid until the next call. `target_hidden` is
-        undefined afterwards.
-        """
+        """A round of plain greedy decoding as one CUDA graph; None without graphs. `step` commits a token [1] and
+        returns the argmax after it [1], valid until the next call. `target_hidden` is undefined afterwards."""
         return None
 
     def close(self) -> None:
@@ -138,6 +129,7 @@ class Session(Protocol):
 
     @property
     def rows(self) -> int:
+        """The number of rows of this round so far."""
         return len(self.round.parents)
 
     @property
@@ -153,7 +145,7 @@ class Session(Protocol):
     def run_tree(self, root: Tensor, tree: DraftTree) -> Tensor:
         """The target's next-token logits [n + 1, V] after the root [1] and after each node; `path` gives their rows.
 
-        Feeds the tokens that this round has not fed yet: all, or the leaves if the drafter shares the first half.
+        Feeds the tokens that this round has not fed yet: all, or the unextended nodes if the drafter shares layers.
         """
         if not self.rows:  # the drafter shares nothing
             tokens = torch.cat([root, tree.tokens]) if len(tree) else root
@@ -179,17 +171,12 @@ class Session(Protocol):
         return [0, *(self.tree_rows[node] for node in nodes)]
 
     def aux_hidden(self, rows: Sequence[int]) -> Tensor:
-        """The aux hidden states of `rows` at the boundaries `aux_layers`, concatenated [1, n, layers · d]; a copy.
-
-        rows: a subset of the rows of the last `finish`.
-        """
+        """The aux hidden states of `rows`, of the last `finish`, at `aux_layers`, joined [1, n, layers · d]; a copy."""
         return self.extras[0][:, self.indices_of(rows)]
 
     def top_tokens_of_rows(self) -> tuple[Sequence[int], Tensor]:
-        """The rows [n] of the last `finish`, and `sampling.top_tokens` of each, float32 [n, 2k].
-
-        Valid until the next pass. That `finish` must have computed the logits of every row.
-        """
+        """The rows [n] of the last `finish`, which must have computed the logits of every row; and
+        `sampling.top_tokens` of each row, float32 [n, 2k]. Valid until the next pass."""
         return self.finished, self.extras[-1][0]
 
     def indices_of(self, rows: Sequence[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""The end of a text at a stop string: transformers' own rule, applied to all tokens of a round at once."""
+"""The end of a text at a stop string: transformers' own rule, applied to all new tokens of a decoding round at once."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
@@ -29,10 +29,10 @@ def _pieces_of(tokenizer: PreTrainedTokenizerBase, mode: str | None) -> dict[int
 class StopStrings:
     """Finds the token with which the first of `stops` is complete, as `generate(stop_strings=stops)` does.
 
-    The rule is that of `StopStringCriteria`, a function of the last `span` tokens, prompt and new text alike: their
-    pieces, joined, must contain a stop string that ends in the last piece. It does not use the tokenizer's `decode` of
-    the whole text, which may clean up spaces, for example. transformers' own class makes a table of the whole
-    vocabulary for every new list of stop strings, which takes seconds.
+    A piece is the bytes that a token adds to a text. The rule is that of `StopStringCriteria`: the joined pieces of the
+    last tokens, of the prompt too, must contain a stop string that ends in the last piece. It reads `span` tokens, the
+    length of the longest stop string. The tokenizer's `decode` is not used, as it may clean up spaces. transformers'
+    own class makes a table of the whole vocabulary for every new list of stop strings, which takes seconds.
     """
 
     def __init__(self, stops: Sequence[str], tokenizer: PreTrainedTokenizerBase, ends: Collection[int] = ()):
@@ -45,6 +45,7 @@ class StopStrings:
         tails = {stop[-length:] for stop in self._stops for length in range(1, len(stop) + 1)}
         try:
             self._by_id = _pieces_of(tokenizer, mode)
+            # A token can end a stop string if it begins with a tail of the string, or contains the string.
             begins = (piece[:length] for piece in self._by_id.values() for length in range(1, len(piece) + 1))
             if tails.isdisjoint(begins) and not any(s in piece for s in self._stops for piece in self._by_id.values()):
                 raise ValueError("no token of it ends one")
@@ -71,11 +72,8 @@ class StopStrings:
         """The end of the shown text that is, or may begin, a stop string; with what the last token has after it.
 
         text: as for `first_end`. new_count: the number of all new tokens; only they are shown, without special tokens.
-        Examples with the stop string "END" and a text of new tokens:
-
-            "a" " E"          "E", which may begin a stop string
-            "a" " E" "ND!"    "END!", a stop string and what follows it in the last token
-            "a" " E" "gg"     ""
+        Example with the stop string "END": of the new tokens "a" " E" it is "E", which may begin a stop string; of "a"
+        " E" "ND!" it is "END!"; of "a" " E" "gg" it is "".
         """
         last_ids, shown_pieces = text[-self._span :], list[bytes]()
         pieces, stop_begin = self._pieces(last_ids), self._begin(text)
@@ -87,10 +85,10 @@ class StopStrings:
         return b"".join(shown_pieces).decode("utf-8", "replace")
 
     def _begin(self, text: Sequence[int]) -> int | None:
-        """Where the first stop string that ends in the last token begins, in the bytes of the last `span` tokens."""
+        """Where the first stop string that ends in the last token begins in the joined pieces of `span` tokens."""
         pieces = self._pieces(text[-self._span :])
         joined = b"".join(pieces)
-        bytes_before = len(joined) - len(pieces[-1])  # bytes before the last piece, in which a stop string has to end
+        bytes_before = len(joined) - len(pieces[-1])  # before the last piece, in which a stop string has to end
         stop_begins = [joined.find(stop, max(0, bytes_before - len(stop) + 1)) for stop in self._stops]
         return min((begin for begin in stop_begins if begin >= 0), default=None)
 
@@ -108,8 +106,7 @@ def cut_at_stop(
 ) -> Iterator[Round]:
     """`rounds` up to and including the token that ends the text; tokens after it are dropped.
 
-    first_end(text, n): how many of the last n tokens of `text` (which includes the prompt) to keep; None if the text
-    does not end (see `StopStrings.first_end`).
+    first_end: as `StopStrings.first_end`, a function of all tokens and the number of new ones.
     """
     text = list(prompt)
     for r in rounds:

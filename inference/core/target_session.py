@@ -1,4 +1,9 @@
-"""Sessions of a target, split into two halves of its layers or whole, and the runtimes that make them."""
+"""Sessions, each of which runs a target over one text, and the runtime that makes them.
+
+A row is a token that runs in a round of decoding. A pass runs some layers over some rows. Aux hidden states are those
+at chosen boundaries of layers; some drafters read them. `TargetSession` runs a target in two halves of its layers,
+`WholeSession` a target whose layers cannot run one by one.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -17,19 +22,16 @@ if TYPE_CHECKING:
     from outrider.draft_models.targets.attention import KernelChoice
     from outrider.draft_models.targets.stack import LayerStack
 
-REST = "rest"  # the beginning of the names of `finish`'s passes
+REST = "rest"  # the names of `finish`'s passes begin so; passes of one name do the same to rows of any text
 
 
 def eager_session(
-    target: Target, split: int | None, capacity: int, context: int | None = None, run_jointly: "Together | None" = None
+    target: Target, split: int | None, capacity: int, context: int | None = None, together: "Together | None" = None
 ) -> Session:
-    """A session whose passes run eagerly.
-
-    split, run_jointly: as in `TargetSession`; ignored for a target that runs as a whole.
-    """
+    """A session whose passes run eagerly. The arguments after `target`: see `TargetSession`."""
     if target.layered is None:
         return WholeSession(target, capacity, context)
-    return TargetSession(target.layered, split, capacity, context, run_jointly)
+    return TargetSession(target.layered, split, capacity, context, together)
 
 
 class TargetSession(Session):
@@ -40,7 +42,8 @@ class TargetSession(Session):
     the first half is the embedding. With split None, for a drafter's own model, all layers are in the first half.
 
     Aux hidden states (`aux_layers`) need split = 0. `round` and `fed` of `Session` are the rows since the last commit,
-    and their tokens. together: runs each pass jointly with those of other texts (`Batch`); None: a pass runs alone.
+    and their tokens. capacity: positions that the caches can hold; context: positions that the text may reach; None:
+    `capacity`. together: runs each pass jointly with those of other texts (`Batch`); None: a pass runs alone.
     """
 
     def __init__(
@@ -58,13 +61,13 @@ class TargetSession(Session):
         self.context = capacity if context is None else context
         self.first_cache = KVCache(range(self.split), capacity)
         self.second_cache = KVCache(range(self.split, len(layers.layers)), capacity)
-        self.base = 0
+        self.base = 0  # committed positions
         layers.reserve(capacity)
         self.start_round()
 
     def start_round(self) -> None:
         super().start_round()
-        self._hidden: list[Tensor] = []
+        self._hidden: list[Tensor] = []  # of each call of `feed`, [1, n, d]
         self._view: TextView | None = None  # of the last pass
 
     @property
@@ -102,7 +105,7 @@ class TargetSession(Session):
         return hidden
 
     def extend(self, tokens: Tensor, parents: Sequence[int], logit_count: int) -> tuple[Tensor, Tensor]:
-        def whole_pass(tokens: Tensor, view: View) -> tuple[Tensor, Tensor]:
+        def whole_pass(tokens: Tensor, view: View) -> tuple[Tensor, Tensor]:  # see `Session.extend`; `fed` gets none
             (hidden,) = self._first_half(tokens, view)
             return hidden, self.stack.draft_logits(view.logit_rows(hidden))
 
@@ -111,7 +114,7 @@ class TargetSession(Session):
 
     def finish(self, rows: Sequence[int] | None = None, *, last_only: bool = False) -> Tensor:
         """Run the second half over `rows` (see `Session.finish`)."""
-        self.second_cache.keep(self.base, ())
+        self.second_cache.keep(self.base, ())  # drops the entries of an earlier call in this round
         self.finished = range(self.rows) if rows is None else rows
         row_count = len(self.finished)
         runs_all = row_count == self.rows
@@ -152,7 +155,7 @@ class TargetSession(Session):
     def run_draft_layers(
         self, name: str, pass_: Pass, x: Tensor, start: int, cache: KVCache, logit_count: int | None = None
     ) -> tuple[Tensor, ...]:
-        """A pass of a drafter's own layers over x [1, n, …], of rows start, start + 1, …, where start may be negative.
+        """A pass of a drafter's own layers over x [1, n, …], of rows start, …; rows below 0 are committed ones.
 
         name: the pass's name; passes of one name do the same to rows of any text. Its keys and values are appended to
         `cache`. Its outputs are valid until the next call. logit_count: of `View.logit_rows`; None: every row.
@@ -160,7 +163,7 @@ class TargetSession(Session):
         return self._run(name, pass_, x, self._layout(start, start + x.shape[1]), cache, logit_count)
 
     def draft_cache(self, owner: object, layers: range) -> KVCache:
-        """An empty cache for a drafter's own layers, which belong to `owner`."""
+        """An empty cache for a drafter's own layers. `GraphedSession` overrides this: one for each `owner`."""
         return KVCache(layers, self.capacity)
 
     def content(self) -> Sequence[tuple[Tensor, Tensor]]:
@@ -168,8 +171,8 @@ class TargetSession(Session):
 
     def commit(self, rows: Sequence[int]) -> None:
         self.first_cache.keep(self.base, rows)
-        if self.second_cache.layers:
-            indices = self.indices_of(rows)
+        if self.second_cache.layers:  # none for a drafter's own model
+            indices = self.indices_of(rows)  # among the rows of the last `finish`
             self.second_cache.keep(self.base, indices)
             self.target_hidden = self._last_hidden[indices[-1] : indices[-1] + 1]
         self.base += len(rows)
@@ -187,20 +190,20 @@ class TargetSession(Session):
             return last
         return self.round.layout(self.base, start, stop)
 
-    def _remember(self, hidden: Tensor, start: int) -> None:
-        """Keep the hidden states of rows start, start + 1, … for `hidden`."""
+    def _remember(self, hidden: Tensor, first_row: int) -> None:
+        """Keep the hidden states of rows start, … for the property `hidden`. Only `GraphedSession` uses `first_row`."""
         self._hidden.append(hidden)
 
     def _run(
         self, name: str, pass_: Pass, x: Tensor, layout: RowLayout, cache: KVCache, logit_count: int | None = None
     ) -> tuple[Tensor, ...]:
         """Run a pass over the rows of `layout`, whose keys and values are appended to `cache`."""
-        # An exit layer usually runs over the rows that were just fed to the first half.
+        # The last pass's view serves again if a drafter's layer runs over the rows that were just fed.
         if self._view is None or self._view.layout is not layout:
             self._view = TextView(self, layout)
         view = self._view
         view.cache, view.logit_count = cache, layout.stop - layout.start if logit_count is None else logit_count
-        if self.together is None or not cache.layers:
+        if self.together is None or not cache.layers:  # a pass without layers, as the embedding, runs alone
             outputs = pass_(x, view)
         else:
             outputs = self.together((id(self.layers), self.split, name), pass_, x, view)
@@ -215,12 +218,9 @@ class TargetSession(Session):
 
 
 class TextView:
-    """The view of rows of one text: rotary tables and masks are built on first use.
+    """What a pass sees of its rows of one text: rotary tables and masks are built on first use."""
 
-    The session sets `cache` and `logit_count` for each pass.
-    """
-
-    cache: KVCache
+    cache: KVCache  # the session sets both for each pass
     logit_count: int  # the number of `logit_rows`
 
     def __init__(self, session: TargetSession, layout: RowLayout):
@@ -233,7 +233,7 @@ class TextView:
         if (span := self.layout.span) is None:
             return self._layers.rotary(self.positions)
         cos_sin_pairs = ((cos[None, span], sin[None, span]) for cos, sin in self._layers.tables)
-        return Rotary(self.positions, tuple(cos_sin_pairs))  # a chain needs nothing else
+        return Rotary(self.positions, tuple(cos_sin_pairs))  # consecutive positions are a slice of the tables
 
     def masks(self) -> Masks:
         if self._masks is None:
@@ -244,15 +244,16 @@ class TextView:
         return hidden[:, hidden.shape[1] - self.logit_count :]
 
 
-# Runs a pass of a kind over rows x [1, n, …] or [n], possibly as one with those of other texts: (kind, pass, x, view).
+# (kind, pass, x, view): runs a pass over rows x [1, n, …] or [n], possibly as one with passes of that kind over other
+# texts. A kind is the identity of the layers, the split and the pass's name.
 Together = Callable[[tuple[int, int, str], Pass, Tensor, TextView], tuple[Tensor, ...]]
 
 
 class WholeSession(Session):
-    """Runs a model by its own forward. `feed` only records rows, and `finish` runs all of them.
+    """Runs a model by its own forward.
 
-    So nothing of the target is computed while drafting. Drafters that need no layers of the target read the same as
-    from any session: tokens and `target_hidden`.
+    `feed` only records rows, and `finish` runs all of them. So nothing of the target is computed while drafting, and
+    drafters read only tokens and `target_hidden`.
     """
 
     def __init__(self, lm: Target, capacity: int, context: int | None = None):
@@ -282,7 +283,7 @@ class WholeSession(Session):
         return tokens[None]
 
     def extend(self, tokens: Tensor, parents: Sequence[int], logit_count: int) -> tuple[Tensor, Tensor]:
-        self.feed(tokens, parents)
+        self.feed(tokens, parents)  # then the whole model, for these rows alone (see `Session.extend`)
         self.finished = range(self.rows)
         hidden, logits = self._run(self.round, tokens)
         return hidden, logits[-logit_count:]
@@ -304,7 +305,7 @@ class WholeSession(Session):
             block_tokens = tokens[start : start + Band.BLOCK]
             row_slice = slice(first_row + start, first_row + start + len(block_tokens))
             sees_row = torch.from_numpy(unpack(rows.ancestors[row_slice], row_slice.stop)).to(tokens.device)
-            visible = torch.cat([sees_row.new_ones(len(block_tokens), self.base), sees_row], dim=1)
+            visible = torch.cat([sees_row.new_ones(len(block_tokens), self.base), sees_row], dim=1)  # [rows, positions]
             positions = self.base + torch.tensor(rows.depths[row_slice], device=tokens.device)
             block_hidden, block_logits = self.lm.rows(block_tokens, positions, visible, self.cache, last_only=last_only)
             hidden.append(block_hidden)

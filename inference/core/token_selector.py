@@ -1,4 +1,4 @@
-"""Token selection from the target's logits, one at a time or along a draft: greedy or sampled."""
+"""The choice of tokens from the target's logits, greedy or sampled: of the next token, or along a draft tree."""
 
 import random
 from collections.abc import Sequence
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 class VerifiedDraft(NamedTuple):
     """The outcome of a draft's verification."""
 
-    tokens: list[int]  # of the draft
-    nodes: list[int]  # the accepted ones
-    next_root: Tensor  # [1]: the target's own token after them
+    tokens: list[int]  # of all nodes of the draft
+    nodes: list[int]  # numbers of the accepted nodes, a path from the root
+    next_root: Tensor  # [1]: the target's own token after the path
     bonus: int  # the same token on the host
 
 
@@ -39,12 +39,12 @@ class TokenSelector:
 
     sampler: logits → probabilities; None: plain greedy.
     generator: the source of random numbers; required if the sampler samples.
-    rule: how sampled candidates are verified (see `MethodConfig.verification`).
+    rule: how sampled candidates are verified: "exact" (without or with replacement), "naive" or "block" (see `verify`).
     takes_argmax: tokens are the argmax of unprocessed logits.
+    reads_context: the sampler's processors read the text, as penalties do; only then `text` [positions] is kept.
     reads_ids: drafts are drawn by probabilities that depend on the ids of tokens (see `Sampler`).
 
-    The text is kept only for processors that read it. For non-finite target logits the chosen id is outside the
-    vocabulary.
+    For non-finite target logits the chosen id is outside the vocabulary.
     """
 
     def __init__(
@@ -77,10 +77,11 @@ class TokenSelector:
         return token
 
     def verify(self, tree: DraftTree, logits: Tensor) -> VerifiedDraft:
-        """Verify a draft under the last token of the text, given the target's logits [n + 1, V] (root first).
+        """Verify a draft of n nodes under the last token of the text, the root, by the target's logits [n + 1, V].
 
         Greedy: one transfer from the device.
         """
+        # The text up to the root and to each node.
         contexts = branches(self.text, tree.tokens, tree.parents) if self.reads_context else None
         if self.greedy:
             argmax_ids = likeliest(self._scores(logits, contexts))
@@ -100,7 +101,7 @@ class TokenSelector:
                 draws = None if is_naive else tree.draws
                 accepted_nodes, bonus = verify_sampled(tokens, tree.parents, tree.q, p, rule, self.chance, draws=draws)
             next_root = self._token(bonus)
-        if self.reads_context and 0 <= bonus < logits.shape[-1]:
+        if self.reads_context and 0 <= bonus < logits.shape[-1]:  # else decoding ends with an error
             self._extend_text(tree.tokens[accepted_nodes], next_root)
         return VerifiedDraft(tokens, accepted_nodes, next_root, bonus)
 

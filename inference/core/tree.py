@@ -1,4 +1,4 @@
-"""The draft of one round: a tree of proposed tokens under the last committed token."""
+"""The draft of one decoding round: a tree of proposed tokens, the nodes, under the last token of the text, the root."""
 
 import math
 from collections.abc import Sequence
@@ -17,10 +17,9 @@ class DraftTree:
     """A draft of n nodes. Parents come before children, siblings have different tokens.
 
     tokens [n] int64.
-    parents: index of each node's parent, `ROOT` for a child of the root. A chain is the tree with parents (−1, 0, 1,
-    …).
-    rows: each node's row number in the draft model, −1 for nodes that it was not fed.
-    path_probs [n]: p̂, the product of q along each node's path, if the structure computed it.
+    parents: index of each node's parent, `ROOT` for a child of the root. A chain has the parents (−1, 0, 1, …).
+    rows: each node's index among the tokens that the draft model was fed in this round, −1 if it was not fed.
+    path_probs [n]: p̂, the product of q along each node's path, if the drafter computed it.
     q: for sampled drafts, the distribution [V] that the children of a node (or `ROOT`) were drawn from, in order of
     their index. It is empty for a deterministic draft, whose candidates are point masses.
     draws: for draws with replacement, the child that each draw at a node hit, in order. Equal draws are one node, which
@@ -47,15 +46,17 @@ class DraftTree:
 
 @dataclass(frozen=True)
 class OptimalTree(DraftTree):
-    """An OPT-Tree. On the host it has masses, Σ p̂ over the nodes of each drafted level, and branch_probs, the q of
-    each node given its parent."""
+    """An OPT-Tree (arXiv 2406.17276), the likeliest nodes by p̂.
+
+    masses: Σ p̂ over the nodes of each drafted level; branch_probs: the q of each node given its parent.
+    """
 
     masses: tuple[float, ...] = ()
     branch_probs: tuple[float, ...] = ()
 
     @property
     def expected_tau(self) -> float:
-        """E(A) = 1 + Σ p̂ over all nodes."""
+        """The expected number of tokens of the round, 1 + Σ p̂ over all nodes."""
         return 1.0 + math.fsum(self.masses)
 
 

@@ -1,4 +1,4 @@
-"""Verification rules: pure functions from a draft and the target's distributions to the accepted nodes.
+"""Verification rules: pure functions from a draft, a tree of nodes, and the target's distributions to accepted nodes.
 
 Under sampling all rules are one recursion. Take a node whose target distribution is p, with candidates x_1, x_2, …
 drawn from q_1, q_2, …. Start from r = p. Accept x_i with probability min(1, r(x_i) / q_i(x_i)), else set
@@ -13,9 +13,9 @@ The rules differ in their choice of q_i:
 - naive: q_i = the point mass on x_i, so r loses one token at a time. That is sampling from p and accepting the sample
   if it is among the candidates. It needs no q and is the rule for candidates that were chosen, not drawn.
 
-(MCSD §3.) `verify_block` decides about all tokens of a chain together. The arrays are torch tensors in production.
-The sampled rules use only operations that torch tensors and numpy arrays share. So tests run this code on arrays of
-fractions and sum over every random branch.
+(Multi-candidate speculative decoding, arXiv 2401.06706, §3.) `verify_block` decides about all tokens of a chain
+together. The arrays are torch tensors in production. The sampled rules use only operations that torch tensors and numpy
+arrays share. So tests run this code on arrays of fractions and sum over every random branch.
 """
 
 import random
@@ -85,12 +85,13 @@ class Rejection:
     do count (they are rejected and take their share of r), so a draft must keep them.
     """
 
-    replace: bool
+    replace: bool  # whether they are drawn with replacement
 
     def acceptance(
         self, families: Sequence[tuple[int, Sequence[int]]], q: Mapping[int, Rows], p: Rows
     ) -> dict[int, list[float]]:
         families = sorted(families, key=lambda family: -len(family[1]))  # those with an i-th child come first
+        # Step i decides about the i-th child of every family that has one. ratios: of each step, [families].
         r, q_i = self._start([parent for parent, _ in families], q, p)
         ratios: list[Rows] = []
         drawn_tokens: list[int] = []
@@ -118,7 +119,9 @@ class Rejection:
         """r and q_1 [m, V]; q_1 is a copy, to be modified in place."""
         if not all(parent in q for parent in parents):
             raise ValueError("this draft was not sampled: its candidates have no q; verify it with the naive rule")
-        return _rows(p, parents), _module(p).stack([q[parent] for parent in parents])
+        # One row is a view; indexing by a list copies.
+        rows = p[parents[0] + 1][None] if len(parents) == 1 else p[[parent + 1 for parent in parents]]
+        return rows, _module(p).stack([q[parent] for parent in parents])
 
     def _reject(self, r: Rows, q_i: Rows, rejected_tokens: Sequence[int]) -> tuple[Rows, Rows]:
         """r and q_i [m, V] after the tokens `rejected_tokens` [m] were rejected. Modifies q_i in place."""
@@ -141,7 +144,7 @@ class Matching:
     def acceptance(
         self, families: Sequence[tuple[int, Sequence[int]]], q: Mapping[int, Rows], p: Rows
     ) -> dict[int, list[float]]:
-        rows = [parent + 1 for parent, tokens in families for _ in tokens]
+        rows = [parent + 1 for parent, tokens in families for _ in tokens]  # of p, one for each child
         columns = [token for _, tokens in families for token in tokens]
         masses = iter(p[rows, columns].tolist())
         probs_by_parent: dict[int, list[float]] = {}
@@ -182,8 +185,7 @@ def verify_sampled(
 
     draws: for candidates drawn with replacement, the child that each draw of a parent hit (`DraftTree.draws`).
     at_once: find the acceptance probabilities of all nodes in one batch, so that a round takes two transfers from the
-    device. Otherwise they are found for visited nodes only, which is less work, but one transfer per node. Default: at
-    once unless p is on the CPU.
+    device. False: of visited nodes only, which is less work, but a transfer per node. None: True unless p is on a CPU.
     """
     children = {parent: list(nodes) for parent, nodes in (draws or {}).items()}
     if not children:
@@ -219,7 +221,8 @@ def verify_block(tokens: Sequence[int], q: Mapping[int, Rows], p: Rows, chance: 
     Π min(1, p / q). Let S_i be the mass of max(0, c_i p − q). A prefix passes with probability S_i / (S_i + 1 − c_i),
     the whole chain with c_n. The longest that passes is accepted. The next token is drawn from max(0, c_i p − q) or p.
     """
-    q_drawn = _module(p).stack([q[node - 1][token] for node, token in enumerate(tokens)])
+    q_drawn = _module(p).stack([q[node - 1][token] for node, token in enumerate(tokens)])  # node i − 1: the parent of i
+    # x == x is false for NaN: the chain ends before a ratio that is not a number.
     ratios: Iterable[float] = takewhile(lambda x: x == x, _ratio(p[range(len(q_drawn)), tokens], q_drawn).tolist())
     c: list[float] = [*accumulate([1, *ratios], lambda previous, ratio: min(1, previous * ratio))]
     prefix_len: int = len(c) - 1
@@ -236,9 +239,9 @@ def verify_block(tokens: Sequence[int], q: Mapping[int, Rows], p: Rows, chance: 
 def verify_greedy(tokens: Sequence[int], parents: Sequence[int], argmax_ids: Sequence[int]) -> tuple[list[int], int]:
     """Greedy verification: walk down while the target's own choice is among the children.
 
-    tokens, parents [n]: the draft tree; argmax_ids [n + 1]: the target's argmax after the root and after each
-    node. Returns (accepted nodes in order, the next token), the next token being the target's choice after
-    the last accepted node. The emitted text is exactly the target's greedy text.
+    tokens, parents [n]: the draft tree; argmax_ids [n + 1]: the target's argmax after the root and after each node.
+    Returns (accepted nodes in order, the target's choice after the last of them). The emitted text is exactly the
+    target's greedy text.
     """
     accepted_nodes: list[int] = []
     last_accepted = ROOT
@@ -251,11 +254,6 @@ def verify_greedy(tokens: Sequence[int], parents: Sequence[int], argmax_ids: Seq
 
 def _module(rows: object) -> ModuleType:
     return torch if isinstance(rows, Tensor) else np
-
-
-def _rows(p: Rows, parents: Sequence[int]) -> Rows:
-    """p after each of `parents` [m, V]; a view if there is one."""
-    return p[parents[0] + 1][None] if len(parents) == 1 else p[[parent + 1 for parent in parents]]
 
 
 def _ratio(r: Rows, q: Rows) -> Rows:

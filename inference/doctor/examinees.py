@@ -1,6 +1,8 @@
 """The drafters that the doctor examines: how each checkpoint may be read, its drafts along a text, and recorded facts.
 
-Each variant of a draft head's reading changes one thing of the declared reading, for a known mistake.
+A reading is what a checkpoint's config declares about its weights, such as the taps, the boundaries of the target's
+layers whose hidden states it reads (b: the input of layer b). Each variant changes one thing of the declared reading,
+for a known mistake. A recording is a text of the target with its hidden states; positions from `start` on are judged.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,15 +27,9 @@ from outrider.draft_models.heads import sizes
 from outrider.draft_models.heads.files import D2T, StoredDrafter
 from outrider.draft_models.heads.layers import DraftHead
 from outrider.draft_models.mtp.checkpoint import open_mtp
+from outrider.draft_models.small_lm import pard2
 from outrider.draft_models.small_lm.model import TRAINING_FILE as LM_TRAINING_FILE
 from outrider.draft_models.small_lm.model import SmallLM, last_id
-from outrider.draft_models.small_lm.pard2 import (
-    Pard2,
-    ProjectionConfig,
-    TargetProjection,
-    projection_config,
-    read_projection,
-)
 from outrider.draft_models.targets.fingerprint import Fingerprint
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import OpenTarget
@@ -47,9 +43,9 @@ from outrider.inference.drafters.plugin import read_record
 from outrider.inference.settings.kinds import DFLASH, EAGLE3, EARLY_EXIT, MTP, SMALL_LM
 
 DECLARED = "as declared"
-BLOCK_STEPS = 4  # tokens of a block's draft that are judged
+BLOCK_STEPS = 4  # tokens of the draft of a block drafter, which drafts several tokens in one pass, that are judged
 STEPS = 2  # draft steps of a head: the first reads true features, the second also one of the head's own outputs
-_FAULTS = {  # by the changed field of `Reading`: what is wrong with the head, where the option does not say it
+_FAULTS = {  # by the changed field of a reading: what is wrong with the head, where the option does not say it
     "taps": "its config.json counts the target's layers in another way",
     "own_embedding": "trained without the embedding in its file, which is random, another model's or overwritten",
     "own_head": "trained without the head in its file, which is random, another model's or overwritten",
@@ -62,16 +58,16 @@ _UNLIKE = "it was trained so, unlike what its config.json says"
 _MEND = "its config.json says otherwise than it was trained: correct this key"
 _UNREADABLE = "it was trained so, and Outrider cannot draft so: train it again, as AMD-AGI/PARD does"
 _LEFT_OUT = "methods.NAME.target_states=false"
-PARD2_SCALES = (0.01, 0.02, 1.0)  # defaults of a training and of a decoding, and none
+PARD2_SCALES = (0.01, 0.02, 1.0)  # factors of the projected states: a training's default, a decoding's, and none
 _STILL = "it was trained with drafted tokens at the position of the token before them: train it again, as they move on"
 
 
 class Variant(NamedTuple):
     """A variant of reading a drafter's checkpoint.
 
-    name, option, meaning: see `ReadingScores`. draft: the drafter's logits [steps, positions, V] on a recording; in
-    step s the last s tokens before a position were drafted, correctly. boundaries: the layer boundaries at which it
-    needs the target's hidden states.
+    name: how it differs from the declared reading. option: selects it, "": none does. meaning: what is wrong with the
+    drafter if it is better. draft: the logits [steps, positions, V] on a recording; in step s the last s tokens before
+    a position were drafted, correctly. boundaries: where it needs the target's hidden states.
     """
 
     name: str
@@ -92,8 +88,8 @@ class Examinee(NamedTuple):
 def draft_by_head(head: Eagle3, recording: Recording, *, still: bool = False) -> Tensor:
     """Logits [2, positions, V] of a head: of the first draft step, and of the second one after a correct token.
 
-    The steps are those of training (see `Steps`). still: drafted tokens keep the position of the token before them, as
-    in trainings that do not advance the position.
+    The steps are those of training: step s reads all tokens shifted by s, and the outputs of step s − 1 (see `Steps`).
+    still: drafted tokens keep the position of the token before them, as in trainings that do not advance the position.
     """
     tokens, start, cache = recording.tokens, recording.start, Steps()
     count = len(tokens) - 1
@@ -103,9 +99,9 @@ def draft_by_head(head: Eagle3, recording: Recording, *, still: bool = False) ->
     head.reserve(count + STEPS)
     embedding = head.embed(tokens[None])
     for step in range(STEPS):
-        cache.step, position_shift = step, 0 if still else step
+        cache.step, position_shift = step, 0 if still else step  # how far a query is ahead of its row's keys
         masks = {window: Band.sliding(positions, (window or count + STEPS) - position_shift) for window in head.windows}
-        cache.tokens[step] = (positions[None] + 1 + step) % len(tokens)  # the last `step` ones are of no place
+        cache.tokens[step] = (positions[None] + 1 + step) % len(tokens)  # the last `step` ones are not judged
         hidden = head.run(embedding, hidden, masks, head.rotary(positions[None] + position_shift), cache)
         step_outputs.append(hidden[0, start - 2 - step : count - 1 - step])
     return head.logits(torch.stack(step_outputs))
@@ -115,12 +111,14 @@ def draft_by_head(head: Eagle3, recording: Recording, *, still: bool = False) ->
 def draft_by_block(drafter: DFlash, recording: Recording) -> Tensor:
     """Logits [steps, positions, V] of a block drafter: the tokens of its draft at a depth of up to `BLOCK_STEPS`."""
     tokens, start, step_count = recording.tokens, recording.start, min(BLOCK_STEPS, drafter.reading.block - 1)
+    # The token of step s at a position is drafted by the block that begins s + 1 positions before.
     aux = torch.cat([recording.aux_hidden[boundary] for boundary in drafter.reading.taps], dim=-1)
     anchors = torch.arange(start - step_count, len(tokens) - 1, device=tokens.device)  # [A], first rows of blocks
     hidden = run_blocks(drafter, aux.to(drafter.dtype), anchors, tokens[anchors])
     draft_rows = hidden[:, 0 if drafter.reading.sample_from_anchor else 1 :]
     count, depths = len(tokens) - start, range(step_count)
     logits = torch.stack([drafter.draft_logits(draft_rows[step_count - 1 - step :][:count, step]) for step in depths])
+    # bias: of the Markov head, by the token before; spread: from the draft vocabulary to the target's
     return drafter.spread(drafter.bias(logits, tokens[start - 1 : -1].expand(step_count, -1)))
 
 
@@ -133,11 +131,11 @@ def compare_training_target(record: Mapping[str, object], target: OpenTarget) ->
         return Fact("made for", f"{target_name}, whose weights were not recorded")
     differences = trained_target.differences(target.fingerprint)
     relation = f"not this target ({'; '.join(differences)})" if differences else "whose digests are this target's"
-    return Fact("made for", f"{target_name}, {relation}", bool(differences))
+    return Fact("made for", f"{target_name}, {relation}", suspect=bool(differences))
 
 
 def examine_exit(model: EarlyExit, path: str, target: OpenTarget, stack: Target, changes: ReadingChanges) -> Examinee:
-    """An early exit that is prepared to decode on `stack`. It was loaded, so its digests are this target's."""
+    """An early exit that is prepared to decode on `stack`. Loading has checked that it was trained on this target."""
     drafter, layer_stack = without_calibration(model), require_layers(stack)
 
     @torch.inference_mode()
@@ -152,25 +150,29 @@ def examine_exit(model: EarlyExit, path: str, target: OpenTarget, stack: Target,
 
 
 def examine_lm(model: SmallLM, path: str, target: OpenTarget, stack: Target, changes: ReadingChanges) -> Examinee:
+    """A small LM, and if it is a PARD-2 model, the variants of its projection of the target's hidden states."""
     lm = cast("SmallLM", without_calibration(model))
 
-    def draft(recording: Recording) -> Tensor:  # of as many tokens as it has, perhaps not the target's
+    def draft(recording: Recording) -> Tensor:  # over its own vocabulary, which may be smaller than the target's
         return read_states(lm, recording.tokens.clamp(max=last_id(lm)), recording.start - 1)[0][None, :-1]
 
     variants = [Variant(DECLARED, draft)]
-    if isinstance(lm, Pard2):
+    if isinstance(lm, pard2.Pard2):
         lm_alone = Variant(_LEFT_OUT, draft, option=_LEFT_OUT, meaning="these hidden states do not help it")
         variants = [*_pard2_variants(lm, path, target, stack), lm_alone]
     return Examinee(variants, [compare_training_target(read_record(path, LM_TRAINING_FILE), target)])
 
 
 @torch.inference_mode()
-def draft_by_states(lm: Pard2, projection: TargetProjection, delay: int, recording: Recording) -> Tensor:
-    """Logits [1, positions, V] of PARD-2's first draft step; delay: positions from the states to their token."""
+def draft_by_states(lm: pard2.Pard2, projection: pard2.TargetProjection, delay: int, recording: Recording) -> Tensor:
+    """Logits [1, positions, V] of the first draft step of PARD-2, a small LM that reads hidden states of the target.
+
+    delay: positions from the states to the token that they are added to.
+    """
     tokens = recording.tokens.clamp(max=last_id(lm))
     positions = torch.arange(len(tokens), device=tokens.device)
     aux = torch.cat([recording.aux_hidden[boundary] for boundary in projection.boundaries], dim=-1)
-    joined_states = projection.join_states(aux, lm.target_norm[0])
+    joined_states = projection.join_states(aux, lm.target_norm[0])  # a list, so that the norm is no submodule
     delayed_states = F.pad(joined_states, (0, 0, delay, 0))[:, : len(tokens)]  # [1, n, k · H_t]
     masks = {window: None if window is None else Band.sliding(positions, window) for window in lm.windows}
     lm.reserve(len(tokens))
@@ -179,15 +181,15 @@ def draft_by_states(lm: Pard2, projection: TargetProjection, delay: int, recordi
     return lm.logits(hidden[:, recording.start - 1 : -1])
 
 
-def _pard2_variants(lm: Pard2, path: str, target: OpenTarget, stack: Target) -> Iterator[Variant]:
-    declared = projection_config(lm.config)
+def _pard2_variants(lm: pard2.Pard2, path: str, target: OpenTarget, stack: Target) -> Iterator[Variant]:
+    declared = pard2.projection_config(lm.config)
     assert declared is not None  # or it had no projection
-    tensors = read_projection(open_tensors(path), declared, lm.config.hidden_size, stack.dtype, stack.device)
+    tensors = pard2.read_projection(open_tensors(path), declared, lm.config.hidden_size, stack.dtype, stack.device)
 
     def make(
-        name: str, meaning: str = "", config: ProjectionConfig = declared, *, delay: int = 1, normed: bool = True
+        name: str, meaning: str = "", config: pard2.ProjectionConfig = declared, *, delay: int = 1, normed: bool = True
     ) -> Variant:
-        projection = TargetProjection(config, tensors, target.config)
+        projection = pard2.TargetProjection(config, tensors, target.config)
         projection.normed &= normed
         return Variant(name, partial(draft_by_states, lm, projection, delay), projection.boundaries, meaning=meaning)
 
@@ -241,7 +243,7 @@ def examine_head(
         seen_readings.append(reading)
         option, meaning = str(change), _FAULTS.get(next(iter(change.overrides)), _UNLIKE)
         variants.append(Variant(option, variant_draft, reading.taps, option, meaning))
-    if draft is draft_by_head:
+    if draft is draft_by_head:  # a block drafter drafts all tokens in one pass
         still_draft = partial(draft, make(declared), still=True)
         variants.append(Variant("drafted positions stand still", still_draft, declared.taps, meaning=_STILL))
     return Examinee(variants, list(_head_facts(stored_head, tensors, target)))
@@ -251,17 +253,17 @@ def _head_facts(stored: StoredDrafter[DraftHead], tensors: Mapping[str, Tensor],
     reading, record = stored.reading, read_record(stored.source, stored.record)
     yield Fact("written", f"{'here' if stored.made_here else 'elsewhere'}, in the dialect of {stored.dialect}")
     match stored.config.get("speculators_config"):
-        case _ if record:
+        case _ if record:  # whatever the config says
             yield compare_training_target(record, target)
         case {"verifier": {"name_or_path": name}} if name:
             yield Fact("made for", f"{name}; this target: {target.source}. A fine-tuned or quantised one agrees less")
-    draft_vocab_size = reading.draft_vocabulary
-    if draft_vocab_size < reading.vocabulary and reading.draft_ids == "offset" and not tensors[D2T].any():
-        yield Fact("d2t", f"all zero: its tokens are the first {draft_vocab_size}, as it was never put in", True)
+    draft_size = reading.draft_vocabulary
+    if draft_size < reading.vocabulary and reading.draft_ids == "offset" and not tensors[D2T].any():
+        yield Fact("d2t", f"all zero: its tokens are the first {draft_size}, as it was never put in", suspect=True)
     if stored.config.get("enable_confidence_head") and CONFIDENCE not in tensors:
-        yield Fact("confidence head", "declared, but its tensors are not in the file", True)
+        yield Fact("confidence head", "declared, but its tensors are not in the file", suspect=True)
     limit, context = reading.max_positions, context_limit(target.config)
-    if limit < context:
+    if limit < context:  # True: suspect, as above
         yield Fact("positions", f"max_position_embeddings={limit}, the target's {context}: servers stop there", True)
 
 

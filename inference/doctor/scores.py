@@ -19,7 +19,7 @@ from outrider.inference.core.decode import autoregressive
 from outrider.inference.core.target_session import Runtime
 from outrider.inference.core.tree import chain_parents
 
-FIRST = 5  # the first position of a text that a block drafter can draft as its fourth token
+FIRST = 5  # the first position that can be a block's fourth token: context at 0, the block's root at 1
 TITLES = ("1st token", "2nd token", "3rd token", "4th token")
 BLOCK = 8  # neighbouring positions that form one observation, as they are correlated
 MIN_BLOCKS = 16  # observations that a verdict needs
@@ -30,7 +30,7 @@ LOW_SHARE = 0.2  # agreement at the first token below which a drafter hardly pay
 
 @dataclass(frozen=True)
 class Fact:
-    """A fact about a drafter that needs no pass. suspect: whether it may explain a bad drafter."""
+    """A fact that a drafter's files tell, such as its training target. suspect: it may explain a bad drafter."""
 
     name: str
     said: str
@@ -39,7 +39,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class ReadingScores:
-    """The agreement of a drafter by one reading of its checkpoint.
+    """The agreement of a drafter by one reading of its checkpoint, a way to run it that its config may not declare.
 
     name: how the reading differs from the declared one. option: selects the reading; "": no option does. meaning: what
     is wrong with the drafter if this reading is better. agreement: over steps and positions. agree, finite: by draft
@@ -61,8 +61,8 @@ class ReadingScores:
 class Findings:
     """The findings on one drafter, over so many judged `positions` (in JSON "places") of `texts` answers.
 
-    ways: the declared reading, then the others; none without an answer. better: the best reading that wins. lengths:
-    the agreement of the declared reading by length of text.
+    ways: the declared reading, then the others; none without an answer. better: the best of the readings that are
+    better than the declared one. lengths: the agreement of the declared reading by length of text.
     """
 
     positions: Annotated[int, Field(alias="places")] = field(metadata={"key": "places"})
@@ -70,14 +70,14 @@ class Findings:
     ways: tuple[ReadingScores, ...]
     better: ReadingScores | None
     facts: tuple[Fact, ...] = ()
-    lengths: Mapping[str, float] | None = field(default=None, metadata={"optional": True})  # see `report.types.to_json`
+    lengths: Mapping[str, float] | None = field(default=None, metadata={"optional": True})  # None: not in JSON
 
 
 class Recording(NamedTuple):
     """A prompt and the target's greedy answer to it, read once by the target.
 
     tokens: the whole text [n], on the target's device. start: positions start … n − 1, in the answer, are judged.
-    aux_hidden: the target's hidden states [1, n, d] by layer boundary (see `LayerStack.run_with_aux`).
+    aux_hidden: the target's hidden states [1, n, d] by layer boundary (b: the input of layer b).
     """
 
     tokens: Tensor
@@ -106,7 +106,7 @@ def read_states(
     model: Target, tokens: Tensor, start: int, boundaries: Sequence[int] = ()
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """Logits [n − start, V] after the tokens from position `start` on, and all hidden states [1, n, d] by boundary."""
-    session, aux_parts = Runtime().session(model, 0, len(tokens)), list[Tensor]()
+    session, aux_parts = Runtime().session(model, split=0, capacity=len(tokens)), list[Tensor]()
     session.aux_layers = tuple(boundaries)
     for begin, end in ((0, start), (start, len(tokens))):  # so that a prompt has no logits, which would be many
         rows = range(end - begin)
@@ -149,17 +149,17 @@ def join_scores(parts: Sequence[AgreementScores]) -> AgreementScores:
 
 
 def lead_chance(lead: np.ndarray, block_ids: np.ndarray) -> float:
-    """The p-value of a lead, integers [positions]: the probability of a sum at least as large if every block's sign
-    were random. 1 if there are too few positions for a verdict.
+    """The p-value of a lead: the probability of a sum at least as large if every block's sign were random.
 
-    The sign-flip test of paired observations (Fisher 1935, §21), over all flips. Blocks of sums 2 and 1 give the sums
-    −3, −1, 1, 3, so a lead of 3 has the p-value 1/4.
+    lead: correct steps at each position minus those of the declared reading, integers [positions]. The p-value is 1 if
+    there are too few positions for a verdict. The sign-flip test of paired observations (Fisher 1935, §21), over all
+    flips. Blocks of sums 2 and 1 give the sums −3, −1, 1, 3, so a lead of 3 has the p-value 1/4.
     """
     if len(lead) < MIN_BLOCKS * BLOCK:
         return 1.0
     block_sums = np.bincount(np.unique(block_ids, return_inverse=True)[1], weights=lead).astype(int)
     sum_probs = np.ones(1)  # probability of every sum, from the least sum on
-    for sum_of_block in np.abs(block_sums[block_sums != 0]):
+    for sum_of_block in np.abs(block_sums[block_sums != 0]):  # it adds −sum or +sum, with probability ½ each
         sum_probs = np.convolve(sum_probs, [0.5, *[0.0] * (2 * sum_of_block - 1), 0.5])
     return float(sum_probs[block_sums.sum() + np.abs(block_sums).sum() :].sum())
 

@@ -20,12 +20,12 @@ from outrider.inference.sizing.node_sizes import BestNodes
 from outrider.inference.sizing.policy import OWN, Tuning
 
 # With max_draft=auto: the prior probability that a drafted token is right if the previous one is.
-_FIRST = (0.3, 0.4, 0.6)  # of the first token, by the length of the matched n-gram; each lies in a separate band
-_NEXT_PROB = 0.8
+_FIRST = (0.3, 0.4, 0.6)  # of the first token, by the matched n-gram's length; each is in another band of q for `sizes`
+_NEXT_PROB = 0.8  # of every later token
 _FILLING = 1e-6  # path probability of padding tokens, which fill a draft up to a length to be timed
 _PARENTS = np.arange(-1, MOST_NODES - 1)  # of a chain
 _PATH_PROBS = [first * _NEXT_PROB ** np.arange(MOST_NODES) for first in _FIRST]  # by the length of the matched n-gram
-_LOSS = 0.01  # see `Allowance`; generations are short, and each one starts with the full allowance
+_LOSS = 0.01  # the share of plain decoding's speed that wrong drafts may cost
 
 
 class PromptLookup(Drafter):
@@ -34,15 +34,15 @@ class PromptLookup(Drafter):
     The draft is up to `max_draft` tokens after the latest earlier occurrence of the longest repeated suffix of the
     text, of at most `max_ngram` tokens.
 
-    tuning: for max_draft=auto, which submits only as many of these tokens as pay, often none; an allowance bounds the
-    cost of wrong ones. None: all of them are submitted. min_ngram: a shorter suffix is not looked up.
+    tuning: the measured costs of passes, for max_draft=auto: `sizes` then submits only as many of these tokens as pay,
+    often none. None: all of them are submitted. min_ngram: a shorter suffix is not looked up.
     """
 
     def __init__(self, max_ngram: int = 3, max_draft: int = 10, tuning: Tuning | None = None, min_ngram: int = 1):
         self.max_ngram, self.min_ngram = max_ngram, min_ngram
-        self.max_rows = max_draft
+        self.max_rows = max_draft  # this and `sizes`: see `Drafter`
         if tuning is not None:
-            # The accuracy of copies depends on the text, so evidence from other texts has little weight.
+            # The accuracy of copies depends on the text, so evidence from other texts weighs little: `OWN`, one trial.
             self.sizes = BestNodes(tuning, prior=OWN, neighbour=OWN, loss=_LOSS)
 
     def begin(self, session: Session, selector: TokenSelector, watch: Stopwatch) -> None:
@@ -53,7 +53,8 @@ class PromptLookup(Drafter):
     def draft(self, root: Tensor, limit: int) -> DraftTree:
         ids = self._choose_tokens(int(root), min(limit, self.max_rows))
         tokens = torch.tensor(ids, dtype=torch.long, device=root.device) if ids else root[:0]
-        return DraftTree(tokens, chain_parents(0, len(ids)), (-1,) * len(ids), source="text")
+        rows = (-1,) * len(ids)  # no draft model ran these tokens
+        return DraftTree(tokens, chain_parents(0, len(ids)), rows, source="text")
 
     def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
         self._append(tokens)
@@ -68,7 +69,7 @@ class PromptLookup(Drafter):
         max_tokens = min(max_tokens, self.sizes.search_size())
         tokens, match_length = self._find_continuation(root_id, max_tokens) if max_tokens else ([], 0)
         path_probs = _PATH_PROBS[min(match_length, len(_FIRST)) - 1][: len(tokens)]
-        if len(tokens) < max_tokens and not isinstance(self.sizes, BestNodes):  # the costs of lengths are measured
+        if len(tokens) < max_tokens and not isinstance(self.sizes, BestNodes):  # other sizes measure costs of lengths
             missing_count = max_tokens - len(tokens)
             path_probs = np.append(path_probs, _FILLING ** np.arange(1, missing_count + 1))
             tokens += [root_id] * missing_count
@@ -77,11 +78,12 @@ class PromptLookup(Drafter):
         return tokens[:submit_count]
 
     def _find_continuation(self, root_id: int, max_tokens: int) -> tuple[list[int], int]:
-        """At most `max_tokens` that followed an earlier occurrence of the longest suffix, and the suffix's length."""
+        """(at most `max_tokens` tokens that followed the longest suffix earlier, the suffix's length; 0: no match)."""
         suffix = [*self._text[-self.max_ngram :], root_id]
         for ngram_length in range(min(self.max_ngram, len(suffix)), self.min_ngram - 1, -1):
             copy_start = self._continuation_of.get(tuple(suffix[-ngram_length:]))
             if copy_start is not None:
+                # The root is not in `_text` yet, though a match may run up to it.
                 return [*self._text[copy_start : copy_start + max_tokens], root_id][:max_tokens], ngram_length
         return [], 0
 

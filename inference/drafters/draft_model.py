@@ -1,4 +1,8 @@
-"""What draft models share: they run beside the target's session, and some draft several tokens in one pass."""
+"""What draft models share: they run beside the target's session, and some draft several tokens in one pass.
+
+A session runs a model over one text. A row is a token that runs in a round of decoding; the first one is the root, the
+last token of the text, whose parent is `ROOT`.
+"""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -14,10 +18,10 @@ from outrider.inference.core.tree import ROOT
 class BesideTarget:
     """The defaults of draft models: they share no layer of the target, and read no aux hidden states."""
 
-    split = 0
-    aux_layers: tuple[int, ...] = ()
+    split = 0  # first layers of the target that the draft model runs
+    aux_layers: tuple[int, ...] = ()  # subclasses also set `predicted`, the ids [K] of the draft vocabulary, or None
     target_session: Session  # of the text in the target
-    hidden: Tensor
+    hidden: Tensor  # [n, d], of the rows just extended
 
     @property
     def target_hidden(self) -> Tensor:
@@ -28,7 +32,7 @@ class PassModel(DraftModel, Protocol):
     """A draft model that was trained to predict after masks too."""
 
     def run_pass(self, tokens: Tensor) -> Tensor:
-        """Run the root and masks [n] and drop the masks; returns the logits after each [n, K], and sets `hidden`."""
+        """Run root and masks [n] and drop the masks; returns the logits after each [n, K], and sets `hidden` [n, d]."""
 
 
 class OnePass:

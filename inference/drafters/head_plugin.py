@@ -1,4 +1,8 @@
-"""The plugin of a draft head: a model that reads aux hidden states of the target, and whose files have readings."""
+"""The plugin of a draft head, which reads aux hidden states of the target (at boundaries of its layers).
+
+A plugin does what commands do with models of a kind. A reading is a way to run a head's files, as its config declares,
+or with changes of the user.
+"""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -24,7 +28,8 @@ Head = TypeVar("Head", bound=DraftHead)
 
 
 class HeadPlugin(TrainedDrafterPlugin[Head]):
-    """changes: overrides of the reading that a head's files declare. local_name: the name here of a file's tensor."""
+    """changes: overrides of the declared reading, such as draft_ids="index": the head's map d2t holds ids, not offsets.
+    local_name: a tensor's name in a file → its name in this project."""
 
     local_name: ClassVar[Callable[[str], str]]
 
@@ -49,8 +54,8 @@ class HeadPlugin(TrainedDrafterPlugin[Head]):
 
     def prepare(self, model: Head, target: Target) -> None:
         drafter = without_calibration(model)
-        drafter.use_target(require_layers(target))
-        lay_out(drafter, target.device)
+        drafter.use_target(require_layers(target))  # its embedding and output head, where the files have none
+        lay_out(drafter, target.device)  # fuses layers, and packs weights as the device's kernels read them
 
     def draft_vocabulary(self, where: str) -> Sequence[int] | None:
         return stored_tokens(where, type(self).local_name, by_index=self.changes.draft_ids == "index")

@@ -1,4 +1,4 @@
-"""`ModelDrafter`, and the draft model as its structure sees it."""
+"""`ModelDrafter`, the drafter of a draft model and a structure, which gives drafts their shape (chain, tree)."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -19,11 +19,11 @@ from outrider.inference.sizing.costs import Allowance
 
 
 class ModelDrafter(Drafter):
-    """A drafter that combines a draft model and a structure, the shape of its drafts.
+    """A drafter that combines a draft model and a structure.
 
-    allowance: skips drafting by the gain that the stop rule expects; None: never. The model catches up with the tokens
-    of such rounds when it drafts again. copies: drafts first. A round with its draft skips the model, and
-    structure and allowance learn nothing from such a round.
+    allowance: skips drafting in rounds whose drafts would not pay, by the gain that the stop rule expects; None: never.
+    The model catches up with the tokens of such rounds when it drafts again. copies: drafts first. A round with its
+    draft skips the model, and structure and allowance learn nothing from such a round.
     """
 
     def __init__(
@@ -33,7 +33,8 @@ class ModelDrafter(Drafter):
         self.split, self.aux_layers, self.max_rows = model.split, model.aux_layers, structure.max_rows
         if isinstance(model, OnePass):
             structure.max_depth = min(structure.max_depth, model.pass_tokens)
-            if isinstance(structure, Chain) or model.pass_tokens == UNLIMITED:  # of a trained tree all rows cost little
+            # The pass is shortened to the tokens that are drafted, but not for a tree, where all rows cost little.
+            if isinstance(structure, Chain) or model.pass_tokens == UNLIMITED:
                 model.pass_tokens = structure.steps(model.pass_tokens)
 
     @property
@@ -42,7 +43,7 @@ class ModelDrafter(Drafter):
 
     def begin(self, session: Session, selector: TokenSelector, watch: Stopwatch) -> None:
         self._session = session
-        by_index = not (selector.reads_ids or self.structure.reads_root)
+        by_index = not (selector.reads_ids or self.structure.reads_root)  # both need ids of tokens
         self._source = TimedModel(self.model, selector, watch, session.vocabulary, by_index=by_index)
         self.model.begin(session)
         if self.copies is not None:
@@ -59,7 +60,7 @@ class ModelDrafter(Drafter):
         return self._source.with_ids(self.structure.draft(self._source, root, limit))
 
     def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
-        uses_target = self.model.split or self.model.aux_layers  # then rows are the session's (see `DraftModel.commit`)
+        uses_target = self.model.split or self.model.aux_layers  # its rows are the session's then, else its own
         rows = self._session.path(nodes) if uses_target else [0, *(tree.rows[node] for node in nodes)]
         self.model.commit(rows, tokens)
         if self.copies is not None:
@@ -67,14 +68,14 @@ class ModelDrafter(Drafter):
         pass_sizes = self._source.fed
         if len(tree) and not pass_sizes:  # it was copied
             return
-        if pass_sizes or self.allowance is None:
+        if pass_sizes or self.allowance is None:  # not after a round that skipped drafting
             self.structure.observe(tree, nodes)
         if self.allowance is not None:
-            self.allowance.observe(pass_sizes, len(tree), len(nodes) + 1)
+            self.allowance.observe(pass_sizes, len(tree), len(nodes) + 1)  # + 1: the target's own token
 
 
 class TimedModel:
-    """A draft model as the `Source` that a structure extends: times passes, and tracks the text up to each row.
+    """A draft model as a structure sees it: times passes, and tracks the text up to each row, a token that it ran.
 
     by_index: for a model with a draft vocabulary, logits are [n, K] over that vocabulary, and the drafted tokens that
     it is fed are indices into it: choosing among a sixth of the tokens takes a sixth of the time. `with_ids` converts
@@ -82,13 +83,11 @@ class TimedModel:
     for other tokens.
     """
 
-    def __init__(
-        self, model: DraftModel, selector: TokenSelector, watch: Stopwatch, vocabulary: int, *, by_index: bool = False
-    ):
+    def __init__(self, model: DraftModel, selector: TokenSelector, watch: Stopwatch, vocabulary: int, by_index: bool):
         self._draft_model, self._vocabulary = model, vocabulary
         self._ids = model.predicted if by_index else None
         self._selector, self._watch = selector, watch
-        self.to_probs = None if selector.greedy else self._probabilities
+        self.to_probs = None if selector.greedy else self._probabilities  # None: q is the softmax of the logits
 
     @property
     def hidden(self) -> Tensor:
@@ -99,8 +98,8 @@ class TimedModel:
         return self._draft_model.target_hidden
 
     def begin_round(self) -> None:
-        self._contexts: list[Tensor] = []
-        self.fed: list[int] = []  # rows of every pass
+        self._contexts: list[Tensor] = []  # the text up to each row, of this round
+        self.fed: list[int] = []  # the number of rows of every pass
         self._starts: list[float] = []  # of every pass, in seconds since the round began
 
     def laps(self) -> list[tuple[int, float]]:

@@ -1,8 +1,11 @@
-"""Plugins of kinds with a draft model, and the calibration heads that some stop rules ask."""
+"""Plugins of kinds with a draft model, and the calibration heads that some stop rules ask.
+
+A plugin does what commands do with models of a kind of drafters; `where` is the path of a model. A calibration head
+estimates from a drafter's hidden states whether its next token will be accepted.
+"""
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Generic, Unpack, cast
@@ -16,7 +19,7 @@ from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.core.drafter import Drafter, DraftModel
 from outrider.inference.drafters.copies import PromptLookup
 from outrider.inference.drafters.model_drafter import ModelDrafter
-from outrider.inference.drafters.plugin import DrafterPlugin, Model, ModelOptions, TrainingRecord, read_record
+from outrider.inference.drafters.plugin import DrafterPlugin, Methods, Model, ModelOptions, TrainingRecord, read_record
 from outrider.inference.settings.kind import Kind
 from outrider.inference.settings.method import MethodConfig
 from outrider.inference.shapes.factory import Structure, make_structure
@@ -51,14 +54,15 @@ def make_prompt_lookup(method: MethodConfig, structure: Structure, tuning: Tunin
     """
     if not isinstance(method.copy, int):
         return None
-    if tuning is not None:  # its costs without its evidence, which is about the model's drafts
+    # Only the costs of `tuning` count: its evidence is about the model's drafts. shared: by the texts of a batch.
+    if tuning is not None:
         copy_tuning = Tuning(tuning.costs)
         tuning = copy_tuning if tuning.shared is None else copy_tuning.of_all(tuning.shared().sharing)
-    return PromptLookup(method.copy, structure.max_rows, tuning, min_ngram=method.copy)
+    return PromptLookup(method.copy, structure.max_rows, tuning, min_ngram=method.copy)  # n-grams of one length
 
 
 class ModelDrafterPlugin(DrafterPlugin[Model]):
-    """The plugin of a kind with a `draft_model`, whose drafts a structure shapes."""
+    """The plugin of a kind with a `draft_model`, whose drafts a structure (chain or tree) shapes."""
 
     @abstractmethod
     def draft_model(self, model: Model, method: MethodConfig) -> DraftModel:
@@ -88,16 +92,15 @@ class TrainedDrafterPlugin(ModelDrafterPlugin[Model]):
     def load_drafter(self, where: str, target: OpenTarget, **options: Unpack[ModelOptions]) -> Model:
         """The drafter without a calibration head (see `load`)."""
 
-    def load(
-        self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **options: Unpack[ModelOptions]
-    ) -> Model:
+    def load(self, where: str, target: OpenTarget, methods: Methods, **options: Unpack[ModelOptions]) -> Model:
         if not self.asks_head(methods):
             return self.load_drafter(where, target, **options)
         target_identity, head_folder = target.identity if target.is_seen else None, self.kind.calibration or ""
         head = load_calibration(where, self.digest(where), options["device"], target_identity, folder=head_folder)
-        return cast("Model", Calibrated(self.load_drafter(where, target, **options), head))  # weights last
+        # The large weights are read last, as a wrong head raises `UserError` at once.
+        return cast("Model", Calibrated(self.load_drafter(where, target, **options), head))
 
-    def asks_head(self, methods: Mapping[str, MethodConfig]) -> bool:
+    def asks_head(self, methods: Methods) -> bool:
         """Whether a stop rule of a method with this kind asks for a calibration head."""
         return any(method.source == self.kind.name and method.stop.needs_head for method in methods.values())
 

@@ -1,4 +1,4 @@
-"""The class of a kind of drafters, which owns what is done with its models; its description is a `Kind`."""
+"""`DrafterPlugin`: what commands do with the models of a kind of drafters; a `Kind` describes the kind to options."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -20,6 +20,7 @@ from outrider.inference.settings.method import MethodConfig
 from outrider.inference.sizing.policy import Tuning
 
 Model = TypeVar("Model")
+Methods = Mapping[str, MethodConfig]  # by name: which drafter with which settings
 
 
 class ModelOptions(TypedDict, total=False):
@@ -61,6 +62,7 @@ def read_record(model_dir: str, file_name: str) -> dict[str, object]:
 class DrafterPlugin(ABC, Generic[Model]):
     """What is done with the models of a kind. `model` is the result of its `load`; the defaults suit kinds without one.
 
+    where: the path of a model, as the user gives it, or its directory.
     has_card: whether a model's directory has a README.md, to which an evaluation adds its report.
     own_sessions: its sessions split the target at another layer than plain decoding's, so they have separate caches.
     """
@@ -72,11 +74,12 @@ class DrafterPlugin(ABC, Generic[Model]):
     def make(
         self, model: Model, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
     ) -> Drafter:
-        """A new drafter for one generation (see `new_drafter`)."""
+        """A new drafter for one generation.
 
-    def load(
-        self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **options: Unpack[ModelOptions]
-    ) -> Model:
+        drawn: drafts are sampled from q; tuning: the measured costs of passes, for settings that are "auto".
+        """
+
+    def load(self, where: str, target: OpenTarget, methods: Methods, **options: Unpack[ModelOptions]) -> Model:
         """The model in `where`, for this target and these methods. Raises `UserError` if it is unusable.
 
         A kind that sees tokens only asks nothing of `target` but `vocabulary_digest` and `vocabulary_size`.
@@ -88,11 +91,11 @@ class DrafterPlugin(ABC, Generic[Model]):
         return
 
     def identity(self, where: str | None) -> dict[str, object]:
-        """The identity of the model in `where` that determines results, JSON-able; the same keys without a model."""
+        """All of the model in `where` that determines results, as JSON; the same keys without a model."""
         return {}
 
     def is_in(self, folder: str) -> bool:
-        """Whether `folder`, which has `Kind.file`, holds this kind; asked before an earlier kind that has such a file.
+        """Whether `folder`, which has `Kind.file`, holds this kind, as several kinds may have such a file.
 
         Raises `UserError` if it cannot be read.
         """
@@ -107,7 +110,7 @@ class DrafterPlugin(ABC, Generic[Model]):
         return False
 
     def require_fits(self, method: MethodConfig, layer_count: int) -> None:
-        """Raise `UserError` if `method` does not fit a target of `layer_count` layers; called if `Kind.layers`."""
+        """Raise `UserError` if `method` does not fit a target of `layer_count` layers; only for kinds with `layers`."""
         return
 
     def causal_lms(self, model: Model) -> list[Target]:

@@ -1,4 +1,8 @@
-"""Decoder layers for inference with fewer and larger products."""
+"""Decoder layers for inference with fewer and larger products; on a CPU a layer may also run as one compiled call.
+
+Linear layers are `nn.Linear`, `Int8Linear` (int8 codes and a scale of each output) or `CodedLinear` (quantised weights
+as a GGUF file stores them).
+"""
 
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -29,8 +33,8 @@ FUSED_NORMS = {f"{family}RMSNorm" for family in _FAMILIES}
 class RMSNorm(nn.Module):
     """transformers' RMSNorm of the supported architectures in few steps: weight · round(x / rms(x))."""
 
-    floor: Tensor
-    divides_by_rms = True  # see `apply_norm_and_head`
+    floor: Tensor  # eps, as a tensor
+    divides_by_rms = True  # unlike a LayerNorm: read by `apply_norm_and_head`, which compiles norm and head together
 
     def __init__(self, norm: Any):
         super().__init__()
@@ -41,7 +45,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == torch.float32 and x.device.type == "cpu":  # PyTorch's own is nine small operations here
-            norm = torch.linalg.vector_norm(x, 2, -1, True)
+            norm = torch.linalg.vector_norm(x, 2, -1, True)  # along the last axis, which stays
             mean_square = torch.addcmul(self.floor, norm, norm, value=1 / x.shape[-1])
             return mean_square.rsqrt_().mul(x).mul_(self.weight)
         if x.dtype == torch.float32:
@@ -68,12 +72,12 @@ class FusedLayer(nn.Module):
         attention = layer.self_attn
         self.layer_idx = attention.layer_idx
         self.head_dim = attention.head_dim
-        self.heads = attention.q_proj.out_features // self.head_dim
-        self.rotated = self.heads + attention.k_proj.out_features // self.head_dim  # heads: the queries', the keys'
+        self.heads = attention.q_proj.out_features // self.head_dim  # of queries
+        self.rotated = self.heads + attention.k_proj.out_features // self.head_dim  # heads of queries and keys
         self.qkv = join_linears([attention.q_proj, attention.k_proj, attention.v_proj])
         signs = head_scale = None
         self.is_opt = not hasattr(layer, "mlp")  # the other families have Llama's layer
-        self.head_eps = 0.0
+        self.head_eps = 0.0  # of the norms of queries and keys, if there are such norms
         if self.is_opt:
             self.attention_norm = layer.self_attn_layer_norm
             self.out = attention.out_proj
@@ -92,10 +96,10 @@ class FusedLayer(nn.Module):
         if hasattr(attention, "q_norm"):
             self.head_eps = attention.q_norm.variance_epsilon
             query_scale, key_scale = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
-            head_scale = torch.stack([query_scale] * self.heads + [key_scale] * (self.rotated - self.heads))
+            head_scale = torch.stack([query_scale] * self.heads + [key_scale] * (self.rotated - self.heads))  # [n, D]
         self.register_buffer("signs", signs, persistent=False)
         self.register_buffer("head_scale", head_scale, persistent=False)
-        self.at_once: LayersAtOnce | None = None  # of this layer alone, if it is not in a stack
+        self.at_once: LayersAtOnce | None = None  # the compiled call of this layer, if no stack runs it with others
         self.bind()
 
     @property
@@ -112,12 +116,12 @@ class FusedLayer(nn.Module):
         attention_mask: Tensor | None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         past_key_values: LayerCache | None = None,
-        position_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,  # not read
     ) -> Tensor:
-        """Run the layer like transformers': hidden [B, Q, d] → [B, Q, d]."""
-        if self.at_once is not None:
+        """Run the layer like transformers': hidden [B, Q, d] → [B, Q, d]. position_embeddings: cos, sin [1, Q, D]."""
+        if self.at_once is not None:  # `run` of layers 0 … 0: it has this layer alone
             output = self.at_once.run(hidden, 0, 1, position_embeddings, attention_mask, past_key_values)
-            if output is not None:
+            if output is not None:  # None: the compiled call does not support this pass
                 return output
         return self.one_by_one(hidden, attention_mask, position_embeddings, past_key_values)
 
@@ -154,9 +158,9 @@ class FusedLayer(nn.Module):
         self, kernels: ModuleType, hidden: Tensor, mask: Tensor | None, rotary: tuple[Tensor, Tensor] | None,
         cache: KVCache,
     ) -> Tensor:  # fmt: skip
-        """`forward` of a fixed-shape pass on a GPU, by `inference.engines.graphs.triton_kernels`."""
+        """`forward` of a fixed-shape pass, which a CUDA graph replays, by `inference.engines.graphs.triton_kernels`."""
         assert cache.fixed is not None
-        query_count, (slots, key_count) = hidden.shape[1], cache.fixed
+        query_count, (slots, key_count) = hidden.shape[1], cache.fixed  # slots [Q] to write; keys that are read
         attn_norm, mlp_norm = self.attention_norm, self.mlp_norm
         hidden = hidden.contiguous()
         heads = self.qkv(kernels.norm(hidden, attn_norm.weight, attn_norm.eps)).view(1, query_count, -1, self.head_dim)
@@ -170,7 +174,7 @@ class FusedLayer(nn.Module):
         return hidden + self.down(kernels.gate(self.up(normed)))
 
     def _rotate(self, heads: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Heads [B, Q, n, D], queries before keys, normalised (Qwen3) and rotated to their positions (all but OPT)."""
+        """Heads [B, Q, n, D], queries before keys, normalised (Qwen3) and rotated by cos and sin (all but OPT)."""
         if self.head_scale is not None:
             heads = F.rms_norm(heads, (self.head_dim,), None, self.head_eps) * self.head_scale
         if self.signs is None or rotary is None:
@@ -223,10 +227,8 @@ def frozen_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
 
 
 def fuse_layers(model: nn.Module) -> None:
-    """Fuse the decoder layers and RMSNorms that `model` holds directly, as a stack and an early exit do.
-
-    The model from which a stack was made keeps its own layers.
-    """
+    """Fuse the decoder layers and RMSNorms that `model` holds directly, as a `LayerStack` (a target's layers) and an
+    early exit do. The model from which a stack was made keeps its own layers."""
     for name, child in model.named_children():
         fused = nn.ModuleList(map(_fuse, child)) if isinstance(child, nn.ModuleList) else _fuse(child)
         setattr(model, name, fused)
@@ -234,7 +236,7 @@ def fuse_layers(model: nn.Module) -> None:
 
 def _fuse(module: nn.Module) -> nn.Module:
     name = type(module).__name__
-    types = {type(linear) for linear in module.modules() if isinstance(linear, nn.Linear | CodedLinear | Int8Linear)}
-    if name in FUSED_LAYERS and len(types) == 1:  # a file may store some of a layer's matrices as codes, others not
+    kinds = {type(linear) for linear in module.modules() if isinstance(linear, nn.Linear | CodedLinear | Int8Linear)}
+    if name in FUSED_LAYERS and len(kinds) == 1:  # a file may store some of a layer's matrices as codes, others not
         return FusedLayer(module)
     return RMSNorm(module) if name in FUSED_NORMS else module

@@ -1,6 +1,9 @@
 """Preparation of models for decoding: layers are fused, and linear ones get the layout that a CPU reads fastest.
 
-The fastest layout is measured when the model is loaded.
+The layout is measured when the model is loaded, or as recorded by a run that is resumed. The layouts: "plain", as
+PyTorch; "blocked", oneDNN's; "panels", of our compiled kernels (`PanelLinear`), which also run all decoder layers of a
+model "at once", in one call (`LayersAtOnce`). An `Int8Linear` holds int8 codes and a scale of each output, a
+`CodedLinear` quantised weights as a GGUF file stores them.
 """
 
 import copy
@@ -32,19 +35,17 @@ from outrider.inference.engines.fused_layers import FusedLayer, frozen_linear, f
 ROWS = 8  # the row count for which oneDNN's blocked layout is chosen; it is nearly as good for 1 to 32 rows
 TIMED_ROWS = (1, 4, 16)  # of plain decoding, of a chain and of a tree
 FEWEST = 16  # layers that are timed in turn, including copies if needed, unless fewer exceed the caches
-CODES_ROUND = 3e-5  # of a spread of outputs: rounding of sums in float32
-BFLOAT16_ROUNDS = 2**-7  # of an output
+CODES_ROUND = 3e-5  # tolerance in standard deviations of the outputs: rounding of sums in float32
+BFLOAT16_ROUNDS = 2**-7  # further relative tolerance for outputs in bfloat16
 SMALL = 2**17  # smaller layers, in bytes, are blocked without measuring: call overhead dominates in any layout
 
-Choose = Callable[[Sequence[Linear]], str]
+Choose = Callable[[Sequence[Linear]], str]  # layers of one shape → the name of one of the `LAYOUTS`
 
 
 class PackedLinear(nn.Module):
-    """A linear layer without gradient whose weight is in oneDNN's blocked layout.
-
-    PyTorch's plain path hands few-row products to a BLAS. Many BLAS libraries read a [out, in] weight well below memory
-    bandwidth and get slower with every row. A weight in blocked layout is read once, for any number of rows.
-    """
+    """A linear layer without gradient whose weight is in oneDNN's blocked layout. PyTorch's plain path hands few-row
+    products to a BLAS. Many BLAS libraries read a [out, in] weight well below memory bandwidth and get slower with
+    every row. A weight in blocked layout is read once, for any number of rows."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
@@ -59,7 +60,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] → [..., out]."""
-        return self._product(x, self.packed, self.bias, "none", [], "")
+        return self._product(x, self.packed, self.bias, "none", [], "")  # no activation after it
 
     __call__ = forward  # it has no hooks, and looking for them takes as long as a small operation
 
@@ -99,21 +100,14 @@ LAYOUTS: dict[str, Callable[[Linear], nn.Module]] = {
 
 
 def pack_linears(module: nn.Module, pick_layout: Choose = lambda _: "blocked") -> None:
-    """Replace `nn.Linear`s and `Int8Linear`s inside `module` by layers with another layout, for inference.
-
-    pick_layout: layers of one shape → the name of one of the `LAYOUTS`. The plain weights of replaced layers are freed.
-    Another module that shares a submodule gets its new layers too.
-    """
-    # Subclasses have another forward: a router of experts returns their choice.
-    unpacked_by_id: dict[int, Linear] = {
-        id(child): child
-        for child in module.modules()
-        if type(child) is nn.Linear or isinstance(child, Int8Linear | CodedLinear)
-    }
+    """Replace `nn.Linear`s and `Int8Linear`s inside `module` by layers with another layout, for inference. The plain
+    weights of replaced layers are freed. Another module that shares a submodule gets its new layers too."""
     linears_by_shape: dict[tuple[object, ...], list[Linear]] = {}
-    for linear in unpacked_by_id.values():
-        shape = (type(linear), linear.out_features, linear.in_features, linear.bias is None)
-        linears_by_shape.setdefault(shape, []).append(linear)
+    for linear in module.modules():
+        # Subclasses have another forward: a router of experts returns their choice.
+        if type(linear) is nn.Linear or isinstance(linear, Int8Linear | CodedLinear):
+            shape = (type(linear), linear.out_features, linear.in_features, linear.bias is None)
+            linears_by_shape.setdefault(shape, []).append(linear)
     replacement_by_id: dict[int, nn.Module] = {}
     for shape_linears in linears_by_shape.values():
         make_layer = LAYOUTS[pick_layout(shape_linears)]
@@ -125,10 +119,8 @@ def pack_linears(module: nn.Module, pick_layout: Choose = lambda _: "blocked") -
 
 
 def pack_codes(model: nn.Module) -> None:
-    """`pack_linears` for the layers of `model` whose weights are codes; other modules with them share the panels.
-
-    As `model` is the reference of others, the panels are compared (see `compare_panels`).
-    """
+    """`pack_linears` for the layers of `model` whose weights are codes; other modules with them share the panels. As
+    `model` is the reference of others, the panels are compared (see `compare_panels`)."""
     for linear in [module for module in model.modules() if isinstance(module, CodedLinear)]:
         compare_panels(linear)
     pack_linears(model, lambda linears: "panels" if isinstance(linears[0], CodedLinear) else "plain")
@@ -136,10 +128,8 @@ def pack_codes(model: nn.Module) -> None:
 
 @torch.inference_mode()
 def compare_panels(linear: CodedLinear) -> None:
-    """Raise `UserError` unless the panels of a layer's codes give the products of its decoded weights.
-
-    They are compared in float32, and in the layer's dtype, in which other instructions may multiply.
-    """
+    """Raise `UserError` unless the panels of a layer's codes give the products of its decoded weights, in float32 and
+    in the layer's dtype, in which other instructions may multiply."""
     for coded_rows in linear.parts:
         x = torch.randn(1, coded_rows.inputs, generator=torch.Generator().manual_seed(coded_rows.inputs))
         dtype_inputs = [x, x.to(linear.like.dtype)]
@@ -156,10 +146,8 @@ def compare_panels(linear: CodedLinear) -> None:
 
 
 def choose_layout(linears: Sequence[Linear], device: torch.device, *, panels: bool = True) -> str:
-    """The `find_fastest_layout` of layers of one shape on `device`, or the recorded one (see `settle`).
-
-    panels: whether to try "panels" too. This layout is for few rows, for which decoder layers have other kernels.
-    """
+    """The `find_fastest_layout` of layers of one shape on `device`, or the recorded one (see `settle`). panels: whether
+    to try "panels" too. This layout is for few rows, for which decoder layers have other kernels."""
     first_linear = linears[0]
     if isinstance(first_linear, CodedLinear):  # PyTorch has no product with codes
         return "panels"
@@ -183,8 +171,7 @@ def find_fastest_layout(
 ) -> str:
     """Measure which of `layout_names` is fastest for layers of one shape, over passes of `TIMED_ROWS` rows.
 
-    layout_names: names of `LAYOUTS`. small: layers of fewer bytes of weights are not measured.
-
+    small: layers of fewer bytes of weights are "blocked" without a measurement.
     Layouts are timed in turn over as many of the layers as exceed the caches. If there are fewer, copies are added, up
     to `FEWEST` in total. So no weight is in a cache, as in decoding. The mean of the logarithms decides. This takes at
     most some tenths of a second, and the memory of copies of these layers.
@@ -221,14 +208,12 @@ def _time_in_turn(
 
 
 def lay_out(model: nn.Module, device: torch.device) -> None:
-    """Make `model`, which is on `device`, ready to decode by fusing its layers.
-
-    On a CPU, layers run at once and weights are packed if that is faster or recorded (see `engines.cpu.recorded`).
-    """
+    """Make `model`, which is on `device`, ready to decode by fusing its layers. On a CPU, layers run at once and
+    weights are packed if that is faster or recorded (see `engines.cpu.recorded`)."""
     fuse_layers(model)
     if isinstance(model, LayerStack) and model.draft_vocabulary is not None and isinstance(model.head, nn.Linear):
         weight, bias = model.head.weight.detach(), model.head.bias
-        token_count = len(model.draft_vocabulary.tokens)  # the last output is never proposed
+        token_count = len(model.draft_vocabulary.tokens)  # the last output, for all other tokens, is never proposed
         model.head = frozen_linear(weight[:token_count], None if bias is None else bias.detach()[:token_count])
     holders_and_layers = run_at_once(model)
     if device.type != "cpu":
@@ -266,14 +251,13 @@ def multiply_by_codes(stack: LayerStack) -> None:
 
 
 def run_at_once(model: nn.Module) -> list[tuple[LayerStack | FusedLayer, list[FusedLayer]]]:
-    """Let the layers of `model` run at once if they can: a stack's together, others individually.
-
-    Returns the new holders, a stack or a layer, each with the layers that it runs at once. Earlier holders are left
-    out, because their weights may have another layout by now.
-    """
+    """Let the layers of `model` run at once if they can: a stack's together, others individually. Returns the new
+    holders, a stack or a layer, each with the layers that it runs at once. Earlier holders are left out, because their
+    weights may have another layout by now."""
     fused = [module for module in model.modules() if isinstance(module, FusedLayer)]
     holders_and_layers: list[tuple[LayerStack | FusedLayer, list[FusedLayer]]] = [(layer, [layer]) for layer in fused]
     if isinstance(model, LayerStack):
+        # One mask and one rotary table (`table`: its index) must serve all layers.
         layers_are_alike = len(set(model.windows)) == 1 and len({call.table for call in model.spec.calls}) == 1
         holders_and_layers = [(model, fused)] if layers_are_alike and len(fused) == len(model.layers) else []
     holders_and_layers = [(holder, layers) for holder, layers in holders_and_layers if holder.at_once is None]
@@ -283,6 +267,7 @@ def run_at_once(model: nn.Module) -> list[tuple[LayerStack | FusedLayer, list[Fu
 
 
 def _bind(model: nn.Module) -> None:
+    """Let fused layers use the modules that replaced theirs."""
     for module in model.modules():
         if isinstance(module, FusedLayer):
             module.bind()

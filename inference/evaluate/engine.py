@@ -1,4 +1,8 @@
-"""measure-engine: what evaluate-checkpoint measures, and the same methods in a serving engine.
+"""measure-engine: what evaluate-checkpoint measures, and the same methods in a serving engine (vLLM, …).
+
+An arm is a way of decoding: the engine has two for each method, with its drafter and without one. A block is some
+prompts that both continue. The engine's texts are compared with the reference's, those of the target without a drafter.
+`Streams` are random numbers by name, from the seed.
 
 plan, measure         as evaluate-checkpoint (`evaluation.py`), then the models leave the memory
 serve                 `measure_served`: the engine continues the same prompts, block by block
@@ -37,25 +41,25 @@ from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import MethodConfig
 from outrider.inference.settings.sampling import SamplingConfig
 
-LEVEL = 0.001  # probability with which correct sampled texts may be refused by chance
+LEVEL = 0.001  # the probability that the audit refuses correct sampled texts by chance
 
 
 def measure_engine(config: EngineConfig) -> None:
-    """Compare methods in this runtime and in an engine. Raises `UserError`."""
+    """Compare methods in this project's runtime and in an engine. Raises `UserError`."""
     run_on_prompts(config, evaluate_in_engine)
 
 
 def evaluate_in_engine(config: EngineConfig, prompts: Sequence[Prompt]) -> None:
     """As `evaluate_checkpoint`. The engine measures after this runtime, when the memory holds no model any more."""
-    config = replace(config, methods=config.all_methods, draft_tokens=())
+    config = replace(config, methods=config.all_methods, draft_tokens=())  # all_methods: one for each of them
     with begin_evaluation(config, prompts) as plan:
         engine_blocks.require_served(config, plan.setup, len(prompts), plan.processes.num_processes)
         queue = open_queue(plan)
-        # If nothing is measured, a stopped run may have exported other drafters.
+        # prepared: None in a run that continues none. A stopped run may have exported others: they are replaced.
         engine_blocks.export_drafters(config, plan.setup, plan.out_dir, anew=queue.prepared is None)
         prepared = measure_prompts(plan, queue)
         plan.drafters.clear()
-        gc.collect()
+        gc.collect()  # the models leave the memory
         torch.cuda.empty_cache()
         lossy_methods = write_report(plan, prepared, serve_methods(config, plan), ("outrider", "measure-engine"))
     end_evaluation(plan, lossy_methods)
@@ -63,8 +67,8 @@ def evaluate_in_engine(config: EngineConfig, prompts: Sequence[Prompt]) -> None:
 
 @dataclass(frozen=True)
 class ServedBlocks:
-    """The blocks that an engine measured. By position of a prompt, `here` has this runtime's results, and `references`
-    the reference's texts, None if texts are drawn."""
+    """The blocks that an engine measured. By position of a prompt in the run, `here` has this runtime's results, and
+    `references` the reference's tokens, None if texts are drawn."""
 
     blocks: Sequence[engine_blocks.Block]
     here: Mapping[int, PromptResult]
@@ -72,10 +76,8 @@ class ServedBlocks:
 
 
 def serve_methods(config: EngineConfig, plan: EvaluationPlan) -> dict[str, EnginePart]:
-    """Measure the methods that the engine of `config` runs; returns, by method, the engine's part of the report.
-
-    Raises `UserError`.
-    """
+    """Measure the methods that the engine of `config` runs, on the first turns of prompts; returns, by method, the
+    engine's part of the report. Raises `UserError`."""
     results = {m.position: m.turns[0] for m in finished_results(plan.out_dir, config.batch) if m.turns}
     engine_blocks.require_served(config, plan.setup, len(results))  # minutes= may have left prompts out
     methods = engine_blocks.served_methods(config)
@@ -101,9 +103,9 @@ def _collect_run(
     blocks = [block for block in served.blocks if (block.key.method, block.key.concurrency) == (name, concurrency)]
     results = [result for block in blocks for result in block.results]
     local_outputs = [served.here[_position(result)].generations[name] for result in results]
-    if KINDS[method.source].vllm_method == "custom_class":  # our table in vLLM: it drafts chains there, but trees here
-        digest_and_size = setup.target.vocabulary_digest, setup.target.vocabulary_size
-        table = open_table(str(config.where(KINDS[method.source])), *digest_and_size)
+    kind = KINDS[method.source]
+    if kind.vllm_method == "custom_class":  # our table of n-grams in vLLM: it drafts chains there, but trees here
+        table = open_table(str(config.where(kind)), setup.target.vocabulary_digest, setup.target.vocabulary_size)
         prompt_text_pairs = ((result.prompt, result.generations[result.reference].tokens) for result in results)
         local_outputs = [replay_chains(table, prompt, text, draft_length(method)) for prompt, text in prompt_text_pairs]
     return EngineRun(
@@ -116,20 +118,21 @@ def _collect_run(
         here=local_outputs,
         references=None if reference_texts is None else [reference_texts[_position(result)] for result in results],
         totals={arm: sum(block.seconds[arm] for block in blocks) for arm in blocks[0].seconds},
-        load=judge_load((), (block.load for block in blocks), os.cpu_count() or 1),
-        counts=[(block.counts, len(block.results)) for block in blocks],
+        load=judge_load(cpu_shares=(), loads=(block.load for block in blocks), cores=os.cpu_count() or 1),
+        counts=[(block.counts, len(block.results)) for block in blocks],  # counts: a server's, of accepted drafts
     )
 
 
 def _position(result: PromptResult) -> int:
     """The position in the run of the prompt that an engine continued."""
-    return int(str(result.conversation))
+    return int(str(result.conversation))  # `engine_blocks` stores the position as the conversation's id
 
 
 def judge_served(
     config: EngineConfig, setup: TargetSetup, served: ServedBlocks, out: Path
 ) -> dict[str, dict[str, ServedJudgement]]:
-    """By method and arm, the audit of the engine's texts that differ from the references; empty if none differs."""
+    """By method and arm, the audit of the engine's texts that differ from the references; empty if none differs. The
+    texts are written to files in `out`, so that they can be audited again. No faults are simulated."""
     judgements: dict[str, dict[str, ServedJudgement]] = {}
     answers_by_arm = differing_answers(served, engine_blocks.resolve_sampling(config, setup))
     if not answers_by_arm:
@@ -137,10 +140,7 @@ def judge_served(
     model = load_reference(setup.target, setup.dtype, setup.device)
     keys = ("prompt_ids", "output_ids", "retokenised", *SamplingConfig.__dataclass_fields__)
     for (method, arm), answers in answers_by_arm.items():
-        path, by_line = (
-            f"{engine_blocks.FOLDER}/{method}-{arm}.jsonl",
-            dict(enumerate(answers, 1)),
-        )  # to be audited again
+        path, by_line = f"{engine_blocks.FOLDER}/{method}-{arm}.jsonl", dict(enumerate(answers, 1))
         write_atomically(out / path, as_json_lines({key: getattr(answer, key) for key in keys} for answer in answers))
         finding = judge_arm(score_answers(model, by_line, Streams(config.seed), simulate=False), by_line, LEVEL)
         judgement = ServedJudgement(len(answers), path, finding.verdict, finding.faults)
@@ -155,8 +155,8 @@ def differing_answers(served: ServedBlocks, sampling: SamplingConfig) -> dict[tu
         for name, output in result.generations.items():
             prompt, tokens, arm = result.prompt, output.tokens, DRAFTED if name == method else PLAIN
             if tokens == (served.references or {}).get(_position(result)) or UNREAD in output.totals:
-                continue
-            retokenised = RETOKENISED in output.totals  # a key for each flag that holds, see `EngineServer`
+                continue  # UNREAD: the text has ids that are unknown
+            retokenised = RETOKENISED in output.totals  # the server sent text, whose ids were recovered
             answer = ServedAnswer(prompt_ids=[*prompt], output_ids=[*tokens], retokenised=retokenised, **vars(sampling))
             answers_by_arm.setdefault((method, arm), {})[prompt, tokens] = answer
     return {key: [*by_text.values()] for key, by_text in answers_by_arm.items()}

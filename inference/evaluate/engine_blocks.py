@@ -1,7 +1,8 @@
-"""The arms of an evaluation in a serving engine: plain decoding and drafting there, in turn, on the same prompts.
+"""The two arms of an evaluation in a serving engine: plain decoding and drafting there, in turn, on the same prompts.
 
-The engine runs in processes of its own, one without a drafter and one with, or is a server that runs already. It
-continues blocks of prompts. A block is stored when it is measured (`served.jsonl`), so a stopped run can be continued.
+The engine runs in processes that this module starts, one without a drafter and one with (`EngineProcess`), or is a
+server that runs already (`EngineServer`). It continues blocks, which are some of the prompts at one concurrency. A
+block is stored when it is measured (`served.jsonl`), so a stopped run can be continued.
 
 Example: 24 prompts, concurrency=[1,4], repeats=1 → 24 blocks of one prompt, then 2 blocks of 12 (`block_keys`).
 """
@@ -45,7 +46,7 @@ Arm = EngineProcess | EngineServer
 
 @dataclass(frozen=True)
 class BlockKey:
-    """The identity of a block. engine: its name, Python and options, as JSON; positions: of the block's prompts."""
+    """The identity of a block. engine: its name, Python and options, as JSON; positions: of the prompts in the run."""
 
     engine: str
     method: str
@@ -58,8 +59,9 @@ class BlockKey:
 class Block:
     """Prompts that an engine continued in both arms, without a drafter and with one. A lone server is one arm.
 
-    version, load: of the engine; of the machine when the block ended. results: a repeat counts as one more turn of a
-    prompt. seconds: by arm, of all prompts together. counts: of a server's drafts (see `EngineServer`).
+    version: of the engine. load: of the machine when the block ended. results: a repeat counts as one more turn of a
+    prompt. seconds: by arm, of all prompts together. counts: the rounds of a server, and how many of them accepted at
+    least 1, 2, … drafted tokens; None if the results have the rounds.
     """
 
     key: BlockKey
@@ -75,15 +77,15 @@ def require_served(config: EngineConfig, setup: TargetSetup, n_prompts: int, pro
     max_requests, devices = max(config.concurrency), ("cpu",) if config.engine == "openvino" else ("cpu", "cuda")
     require(max_requests <= n_prompts, "concurrency", max_requests, f"at most {n_prompts}, the number of prompts")
     require(process_count == 1, "engine", config.engine, f"null with {process_count} processes: an engine has its own")
-    field_names = sorted({*setup.inherited.fields} - {"repetition_penalty"})
+    field_names = sorted({*setup.inherited.fields} - {"repetition_penalty"})  # which requests have
     require(not field_names, "generation_config", field_names, "none with engine=: the engine has no such processors")
-    if config.engine not in MODULES:
+    if config.engine not in MODULES:  # the URL of a server, which must answer
         for method in (None, *(m for m in config.methods.values() if refusal_of(config.engine, m) is None)):
-            _open_engine(config, setup, 0, Path(), "", method)
+            _open_engine(config, setup, max_tokens=0, engine_dir=Path(), name="", method=method)  # unread
         return
     expected = f"{' or '.join(devices)} with engine={config.engine} (CUDA_VISIBLE_DEVICES chooses a GPU)"
     require(str(setup.device) in devices, "device", str(setup.device), expected)
-    prefix = setup.target.files.wrapper_prefix
+    prefix = setup.target.files.wrapper_prefix  # of all stored names, if a wrapper of the model was saved; "": none
     require(not prefix, "target", setup.target.source, f"tensors without {prefix!r} before their names with engine=")
     require_engine(config.engine, python_in(config.engine_python))
 
@@ -105,7 +107,7 @@ def measure_served(
     prompt_indices: Sequence[int],
     out_dir: Path,
 ) -> list[Block]:
-    """The blocks of `methods` on the prompts `prompt_indices`. Raises `UserError`."""
+    """The blocks of `methods` on the prompts `prompt_indices`, stored ones included. Raises `UserError`."""
     engine_dir, blocks_file = out_dir / FOLDER, out_dir / FILE
     block_by_key = {block.key: block for block in read_lines(blocks_file, Block)} if blocks_file.exists() else {}
     request = _request_of(config, resolve_sampling(config, setup), setup.eos)
@@ -144,17 +146,14 @@ def block_keys(config: EngineConfig, method: str, prompt_indices: Sequence[int])
 def _measure_block(
     arms: Mapping[str, tuple[Arm, int]],
     key: BlockKey,
-    prompt_tokens: Sequence[Sequence[int]],
+    all_prompt_tokens: Sequence[Sequence[int]],
     shared_fields: Json,
     streams: Streams,
 ) -> Block:
-    """Measure one block, by both arms in random order.
-
-    Before its first block at a concurrency an arm warms up: it continues the same prompts by a few tokens. arms: by
-    name, the engine and the length of its drafts, 0 for plain decoding. shared_fields: the request's fields that all
-    blocks have.
-    """
-    concurrency, prompts = key.concurrency, [prompt_tokens[prompt_index] for prompt_index in key.positions]
+    """Measure one block, by both arms in random order. Before its first block at a concurrency an arm warms up: it
+    continues the same prompts by a few tokens. arms: by name, the engine and the length of its drafts, 0 for plain
+    decoding. shared_fields: the request's fields that all blocks have."""
+    concurrency, prompts = key.concurrency, [all_prompt_tokens[prompt_index] for prompt_index in key.positions]
     block_streams = streams.within(key.method, concurrency, key.repeat)
     seeds = [block_streams.number(prompt_index, bits=56) for prompt_index in key.positions]
     request = {**shared_fields, "seeds": seeds, "concurrency": concurrency}
@@ -185,7 +184,7 @@ def resolve_sampling(config: EngineConfig, setup: TargetSetup) -> SamplingConfig
 
 
 def _request_of(config: EngineConfig, sampling: SamplingConfig, eos: Collection[int]) -> Json:
-    """The engine's request for continuing prompts. Greedy decoding reads only the penalty of `sampling`."""
+    """The fields that all requests have. Greedy decoding reads only the penalty of `sampling`."""
     names = [name for name in vars(sampling) if name != "temperature" and (sampling.temperature or "penalty" in name)]
     options = {name: getattr(sampling, name) for name in names if getattr(sampling, name) != getattr(GREEDY, name)}
     return {"max_new_tokens": config.max_new_tokens, "eos": sorted(eos), "temperature": sampling.temperature,
@@ -197,7 +196,7 @@ def _open_engine(
 ) -> AbstractContextManager[Arm | None]:
     """An engine, with the drafter of `method` if it is given. None: there is no second server, which does not draft.
 
-    max_tokens: tokens of the longest text. engine_dir, name: where the engine's log and the drafter are.
+    max_tokens: of the longest text. engine_dir, name: of the engine's log; the drafter is in engine_dir too.
     """
     if config.engine not in MODULES:
         url_option, length = ("engine_plain", 0) if method is None else ("engine", draft_length(method))
@@ -205,14 +204,14 @@ def _open_engine(
     draft, env_vars = None, {"CUDA_VISIBLE_DEVICES": ""} if setup.device.type == "cpu" else dict[str, str]()
     if method is not None:
         kind, drafter_model = KINDS[method.source], _export_drafter(config, setup, method, engine_dir)
-        if drafter_model == PROPOSER:
+        if drafter_model == PROPOSER:  # our n-gram table, which vLLM imports as a module
             env_vars |= environment(Path(str(config.where(kind))).resolve())
         drafter_path, plugin = config.where(kind), config.plugin(kind)
         name_in_vllm = (drafter_path and plugin.vllm_method(drafter_path, setup.target)) or kind.vllm_method
         draft = {"method": name_in_vllm, "tokens": draft_length(method), "model": drafter_model}
         draft["max_ngram"] = method.max_ngram
     target_source, revision = _weights_for_engines(setup, engine_dir)
-    job = {
+    job = {  # context: the most tokens of a text, with some to spare; most: requests at a time
         "engine": config.engine, "target": target_source, "revision": revision, "dtype": setup.floats,
         "device": setup.device.type, "context": min(max_tokens + 64, context_length(setup.config, {})), "draft": draft,
         "options": config.engine_options, "work": str(engine_dir.resolve()), "most": max(config.concurrency),
@@ -231,10 +230,8 @@ def _weights_for_engines(setup: TargetSetup, engine_dir: Path) -> tuple[str, str
 
 
 def export_drafters(config: EngineConfig, setup: TargetSetup, out_dir: Path, *, anew: bool = False) -> None:
-    """Write the drafters that the engine of `config` loads. anew: those that are there are replaced.
-
-    Raises `UserError` for one that no engine runs.
-    """
+    """Write the drafters that the engine of `config` loads. anew: those that are there are replaced. Raises `UserError`
+    for one that no engine runs."""
     (out_dir / FOLDER).mkdir(exist_ok=True)
     for kind_name in {method.source for method in config.methods.values()} if anew else ():
         shutil.rmtree(out_dir / FOLDER / kind_name, ignore_errors=True)
@@ -244,13 +241,13 @@ def export_drafters(config: EngineConfig, setup: TargetSetup, out_dir: Path, *, 
 
 
 def _export_drafter(config: EngineConfig, setup: TargetSetup, method: MethodConfig, engine_dir: Path) -> str | None:
-    """What an engine loads to draft by `method`: our module, or the directory of a drafter as engines load it."""
+    """What an engine loads to draft by `method`: our module, or the directory of a drafter. None: nothing."""
     kind, export_dir = KINDS[method.source], engine_dir.resolve() / method.source
     if (drafter_path := config.where(kind)) is None or kind.vllm_method == "custom_class":
-        return drafter_path and PROPOSER
+        return drafter_path and PROPOSER  # None without a path: the engine needs none
     if not export_dir.exists():
         partial_dir = export_dir.with_suffix(".part")  # a stopped run may have left one
         config.plugin(kind).export(drafter_path, setup.target, setup.dtype, partial_dir)
-        save_parts(partial_dir, setup.tokenizer)
+        save_parts(partial_dir, setup.tokenizer)  # engines load it with the drafter
         partial_dir.rename(export_dir)
     return str(export_dir)

@@ -32,7 +32,7 @@ class DraftCounters(NamedTuple):
 
 
 class EngineServer:
-    """Continues prompts as an `EngineProcess` does.
+    """Continues prompts as an `EngineProcess`, which runs an engine itself, does.
 
     counts: of the rounds of the last prompts, by vLLM's /metrics. Example: (10, 8, 5), of 10 rounds 8 accepted at least
     one drafted token, 5 at least two. None if the generations have the rounds themselves: a chunk of the stream is a
@@ -41,10 +41,8 @@ class EngineServer:
     """
 
     def __init__(self, config: EngineConfig, setup: TargetSetup, option: str, drafted: int) -> None:
-        """option: names its URL. drafted: the tokens of a draft, 0 without a drafter.
-
-        Raises `UserError` for a server that is not there, does not stream, or has another model or length of drafts.
-        """
+        """option: names its URL. drafted: the tokens of a draft, 0 without a drafter. Raises `UserError` for a server
+        that is not there, does not stream, or has another model or length of drafts."""
         self.warm, self.option, url = 0, option, getattr(config, option)
         self.counts: tuple[int, ...] | None = None
         settings = GenerateConfig(
@@ -53,6 +51,7 @@ class EngineServer:
         )  # fmt: skip
         model_limits, tokenizer = (context_limit(setup.target.config), setup.config.vocab_size), setup.tokenizer
         self._server = TargetServer(settings, tokenizer, setup.eos, *model_limits, checked=False, option=option)
+        # 4 tokens with seed 0 tell the engine's version, and whether its token ids are those of this tokenizer.
         answer, *_, reply = self._server.stream(tokenizer("Hello", add_special_tokens=False)["input_ids"] or [0], 4, 0)
         owned_by, fingerprint = self._server.owner, str(reply.get("system_fingerprint") or "")
         self.version = fingerprint if fingerprint.startswith(owned_by) else f"{owned_by} {fingerprint}".strip()
@@ -66,10 +65,8 @@ class EngineServer:
     def continue_prompts(
         self, prompts: Sequence[Sequence[int]], request: Json, draft_len: int
     ) -> tuple[tuple[Generation, ...], float]:
-        """As `EngineProcess.continue_prompts`. A chunk counts as a round, though it may have several.
-
-        Raises `UserError`.
-        """
+        """A generation for each prompt, and the seconds of all together. request: max_new_tokens, eos, sampling, seeds,
+        concurrency. A chunk of the stream counts as a round, though it may have several. Raises `UserError`."""
 
         def ask(prompt: Sequence[int], seed: int) -> Streamed:
             extra_fields = {**({} if request["eos"] else {"ignore_eos": True}), **request["sampling"]}
@@ -103,7 +100,7 @@ class EngineServer:
     ) -> tuple[int, ...] | None:
         """`counts` of the replies. Raises `UserError` for counts that contradict the texts."""
         new_counters, url = self._read_counters(), self._server.client.url
-        if old_counters is None or new_counters is None:
+        if old_counters is None or new_counters is None:  # llama.cpp's last chunk has totals in any case: no rounds
             has_rounds = any(timing.get("draft_n") for reply in replies for _, timing in reply["timings"][:-1])
             require(draft_len > 0 or not has_rounds, self.option, url, "a server without a drafter")
             return None if has_rounds else ()

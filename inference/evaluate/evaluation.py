@@ -1,4 +1,4 @@
-"""evaluate-checkpoint: all methods over all prompts, in phases.
+"""evaluate-checkpoint: all methods (a drafter and how it drafts) over all prompts, in phases.
 
 plan                  `begin_evaluation`: the target, the prompts and the drafters are checked, no weights are loaded
 load, tune, measure   `measure_prompts`: the processes of a launcher share the prompts; the main process alone tunes
@@ -27,9 +27,7 @@ def evaluate_checkpoint(config: EvaluateConfig, prompts: Sequence[Prompt], clock
     All processes of a launcher call this. Each measures its share of the prompts on its own device. With resume=true,
     prompts that were measured before are skipped. With `minutes`, the time by `clock` (in seconds) determines the
     number of prompts measured. If any method emitted other tokens than the target, every process exits with status 1
-    after the report is written.
-
-    Raises `UserError` for bad input, and if another run is using the directory.
+    after the report is written. Raises `UserError` for bad input, and if another run is using the directory.
     """
     with begin_evaluation(config, prompts, clock) as plan:
         lossy_methods = write_report(plan, measure_prompts(plan, open_queue(plan)))

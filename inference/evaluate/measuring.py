@@ -1,7 +1,8 @@
 """The phases of an evaluation that run models: load, tune, measure.
 
-Results are stored prompt by prompt (`measure.results`), and the report is made from the stored results. So a stopped
-run can be continued, with any number of processes.
+A method is a drafter and how it drafts; tuning chooses the sizes of drafts that are "auto". A group is `config.batch`
+prompts that are decoded together. Results are stored prompt by prompt (`measure.results`), and the report is made from
+the stored results. So a stopped run can be continued, with any number of processes.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -39,9 +40,9 @@ from outrider.inference.settings.kinds import KINDS
 class Queue:
     """The groups of prompts that remain to be measured, after the runs before this one.
 
-    prepared: of the run that is continued; None for a new run. finished: the number of groups that it has measured.
-    share: the groups of this process, in the order to measure. required: the groups that are measured in any case, the
-    first of all shares. file: the number of this process's file of results.
+    prepared: what tuning measured in the run that is continued; None for a new run. finished: the number of groups that
+    it has measured. share: the groups of this process, in the order to measure. required: the groups that are measured
+    even if the time `limit` is over, the first of all shares. file: the number of this process's file of results.
     """
 
     prepared: Prepared | None
@@ -53,11 +54,9 @@ class Queue:
 
 
 def measure_prompts(plan: EvaluationPlan, queue: Queue) -> Prepared:
-    """Load, tune and measure; results go to `plan.out_dir`. All processes of a launcher call this.
-
-    On a CPU the main process loads its models first, alone, as it chooses the kernels by their speed; the others load
-    with these. On a GPU all load at once. Only the main process tunes, while no other runs a model.
-    """
+    """Load, tune and measure; results go to `plan.out_dir`. All processes of a launcher call this. On a CPU the main
+    process loads its models first, alone, as it chooses the kernels by their speed; the others then use these kernels.
+    On a GPU all load at once. Only the main process tunes, while no other runs a model."""
     processes = plan.processes
     loads_first = queue.prepared is not None or plan.setup.device.type != "cpu" or processes.is_main_process
     models = load_plan_models(plan, queue.prepared) if queue.share and loads_first else None
@@ -120,8 +119,9 @@ def tune_methods(plan: EvaluationPlan, models: Models | None) -> Prepared:
 
 
 def examine_drafters(plan: EvaluationPlan, models: Models) -> Mapping[str, Findings]:
-    """The doctor's findings, printed. Raises `UserError` if a drafter is misread and a better reading is available."""
-    from outrider.inference.doctor.examine import examine  # imported only if requested
+    """The findings of the doctor, printed: how each drafter's files should be read. Raises `UserError` if a drafter is
+    misread and a better reading is available."""
+    from outrider.inference.doctor.examine import examine  # imported only where it runs
 
     with Stage("examining drafters"):
         findings = examine(plan.config, plan.setup, models, plan.rendered)
@@ -179,11 +179,13 @@ def measure_in_time(plan: EvaluationPlan, queue: Queue, measure_next: Callable[[
     limit, share, group_size = queue.limit, queue.share, plan.config.batch
     spent_before, group_count = limit.spent(), 0
     spent = spent_before
-    with Stage("measuring", len(share), "prompts" if group_size == 1 else "groups", most=limit.left(spent)) as progress:
+    unit, seconds_left = "prompts" if group_size == 1 else "groups", limit.left(spent)
+    with Stage("measuring", len(share), unit, max_seconds=seconds_left) as progress:
         for group in share:
+            # The next group is expected to take the mean seconds of those before.
             if group not in queue.required and not limit.holds(spent, (spent - spent_before) / max(1, group_count)):
                 break
-            if limit.is_over(spent):
+            if limit.is_over(spent):  # only required groups come here
                 progress.total = len({*queue.required} & {*share})
                 if plan.processes.is_main_process:
                     print(_overtime(plan, queue, group_count), flush=True)

@@ -1,4 +1,7 @@
-"""The plan of an evaluation: its target, prompts and drafters, all checked before weights of the target are loaded."""
+"""The plan of an evaluation: its target, prompts and drafters, all checked before weights of the target are loaded.
+
+A kind is a kind of drafters (early_exit, eagle3, …); its entry in `KINDS` has the options and loads the code.
+"""
 
 import sys
 import time
@@ -37,12 +40,9 @@ Config = TypeVar("Config", bound=EvaluateConfig)
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """What an evaluation will measure.
-
-    rendered: the ids of every prompt's first turn. drafters: by kind; they are dropped where an engine needs their
-    memory. positions: the length in tokens of the longest text. identity: see `identity_of`. processes: of the
-    launcher. limit: of the time.
-    """
+    """What an evaluation will measure. rendered: the ids of every prompt's first turn. drafters: by kind; they are
+    dropped where an engine needs their memory. positions: the length in tokens of the longest text. identity: what the
+    results depend on. processes: of the launcher. limit: of the time."""
 
     config: EvaluateConfig
     setup: TargetSetup
@@ -85,7 +85,7 @@ def require_own_device(device: torch.device, processes: PartialState) -> None:
     """Raise `UserError` if several processes would share a GPU, or run on devices of different kinds."""
     if processes.num_processes == 1:
         return
-    if device != torch.device(device.type):
+    if device != torch.device(device.type):  # a numbered one, as cuda:0
         raise UserError(f"device={device}: {processes.num_processes} processes would share it; give device=auto")
     devices = sorted(set(gather_object([describe_machine(str(device))["device"]])))
     if len(devices) > 1:
@@ -108,8 +108,8 @@ def identity_of(config: EvaluateConfig, setup: TargetSetup, prompts: Sequence[Pr
     for kind in KINDS.values():
         drafter_identity |= kind.load_plugin().identity(config.where(kind))
     return {
-        **config.decisions(),
-        "target": {key: value for key, value in fingerprint_items if key not in ("target", "revision")},
+        **config.decisions(),  # the options that affect results
+        "target": {key: value for key, value in fingerprint_items if key not in ("target", "revision")},  # mere names
         **drafter_identity,
         "versions": {"code": code_version(), "torch": torch.__version__, "transformers": transformers.__version__},
         "end_tokens": sorted(setup.eos),
@@ -121,10 +121,8 @@ def identity_of(config: EvaluateConfig, setup: TargetSetup, prompts: Sequence[Pr
 
 
 def heldout_fraction(config: EvaluateConfig) -> float:
-    """The held-out share of the prompts `python_stdlib`: the least that a drafter's training on them held out.
-
-    Raises `UserError` for a drafter that held out none of them and is asked for them.
-    """
+    """The held-out share of the prompts `python_stdlib`: the least that a drafter's training on them held out. Raises
+    `UserError` for a drafter that held out none of them and is asked for them."""
     fractions = []
     is_readable = config.checkpoint is None or config.checkpoint_kind is not None
     asks_for_library = config.prompts == "python_stdlib" and not config.prompt_text and is_readable
@@ -149,12 +147,10 @@ def run_on_prompts(config: Config, evaluate: Callable[[Config, Sequence[Prompt]]
     if config.plan:
         print(evaluation_plan(config, find_target(config)), flush=True)
         return
-    warn_if_busy()
+    warn_if_busy()  # other programs on the machine make timings unreliable
+    source = config.prompt_text or config.prompts
     prompts = read_prompts(
-        config.prompt_text or config.prompts,
-        limit=config.num_prompts,
-        prompt_chars=config.prompt_chars,
-        heldout_fraction=heldout_fraction(config),
+        source, limit=config.num_prompts, prompt_chars=config.prompt_chars, heldout_fraction=heldout_fraction(config)
     )
     with explain_out_of_memory(lambda: evaluation_memory(config, find_target(config))):
         evaluate(config, prompts)
@@ -176,7 +172,7 @@ def begin_evaluation(
 
 
 def end_evaluation(plan: EvaluationPlan, lossy_methods: Sequence[str]) -> None:
-    """End the process with status 1 if a method is `lossy_methods`."""
+    """End the process with status 1 if there are `lossy_methods`, whose texts were not the target's."""
     if lossy_methods:
         if plan.processes.is_main_process:
             generations_path = f"{plan.config.out_dir}/generations.jsonl"

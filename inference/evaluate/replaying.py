@@ -1,7 +1,9 @@
 """replay: τ of drafters from recorded answers; with a server also the speed-up to expect in its engine.
 
+A drafter that sees only tokens drafts along an answer of the target as it would have while the target decoded it.
+
 plan                  `recordings` or `read_responses`: the answers as token ids
-measure               `time_server`, `replay_turns`
+measure               `time_server`, `time_drafter`, `replay_turns`
 judge, write          `replay_report`, `write_replay`
 """
 
@@ -40,7 +42,7 @@ from outrider.inference.settings.kinds import NGRAMS, SMALL_LM
 def replay_answers(config: ReplayConfig) -> list[MethodReplay]:
     """Replay every method of `config` over recorded answers, and write report.json and report.md to `config.out_dir`.
 
-    The report gives τ, overall and by category, and the drafting time of a round. Speed-ups need a server.
+    The report has τ, overall and by category, the drafting time of a round and, with a server, the expected speed-up.
     """
     prompts = None if config.prompts is None else read_prompts(config.prompts, limit=config.num_prompts)
     out_dir = require_writable(config.out_dir)
@@ -58,14 +60,16 @@ def replay_answers(config: ReplayConfig) -> list[MethodReplay]:
         drafter_seconds = time_drafter(config, turns) if costs is not None and config.draft_server is not None else ()
         drafters, make_session = load_replayed(config, vocabulary, turns)
         reports = []
+        # "": any engine. A method that some engine runs is repeated for each length in `draft_tokens`, if any is given.
         for name, method in with_lengths("", config.methods, config.draft_tokens).items():
             generations = replay_turns(name, method, drafters, turns, config, make_session)
             report = replay_report(name, method, turns, generations)
-            # No engine drafts trees, which n-grams do but for `draft_tokens`, and wider passes are not timed.
+            # Without a refusal some engine drafts so. No engine drafts trees, as n-grams do without `draft_tokens`.
             is_chain = refusal_of("", method) is None and (bool(config.draft_tokens) or method.source != NGRAMS.name)
-            if costs is not None and is_chain and draft_length(method) < WIDTHS[-1]:
+            if costs is not None and is_chain and draft_length(method) < WIDTHS[-1]:  # wider passes are not timed
                 streams = Streams(config.seed).within("expected", name)
                 token_seconds = drafter_seconds if method.source == SMALL_LM.name else ()
+                # Texts that end in a loop are left out: drafts in a loop are too easy.
                 loopless = [(g, turn) for g, turn in zip(generations, turns, strict=True) if not loop_length(g.tokens)]
                 speedup = expect_speedup(
                     [generation for generation, _ in loopless], costs, streams, token_seconds,
@@ -83,7 +87,7 @@ def time_server(config: ReplayConfig, turns: Sequence[RecordedTurn]) -> ServerCo
     server = _open_server(config, "server", config.server, config.server_model)
     try:
         return measure_server(server, _recorded_tokens(turns))
-    except UserError as error:
+    except UserError as error:  # its timings are not usable
         warn(f"no speed-up to expect: {error}")
         return None
 
@@ -95,8 +99,9 @@ def time_drafter(config: ReplayConfig, turns: Sequence[RecordedTurn]) -> tuple[f
 
 
 def _open_server(config: ReplayConfig, option: str, url: str | None, model: str | None) -> TargetServer:
+    """The server at `url`, the value of `option`. model: the target's name on it; None: the first that it lists."""
     target = open_unseen(config.tokenizer)
-    settings = GenerateConfig(
+    settings = GenerateConfig(  # temperature=0: all is greedy. checked=False below: timed requests get no logprobs
         tokenizer=config.tokenizer, server=url, server_model=model, data=DataConfig(), greedy_tokens=0, temperature=0.0
     )
     model_limits = context_limit(target.config), target.config.vocab_size

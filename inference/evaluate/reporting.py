@@ -1,4 +1,7 @@
-"""The phases of an evaluation after the measurement: judge the stored results, and write the report."""
+"""The phases of an evaluation after the measurement: judge the stored results, and write the report.
+
+A method is a drafter and how it drafts. It is judged lossless if its texts are the target's.
+"""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,7 +27,7 @@ from outrider.inference.settings.kinds import KINDS
 
 @dataclass(frozen=True)
 class EnginePart:
-    """What a serving engine adds to the report of a method."""
+    """What a serving engine adds to the report of a method: rows by concurrency, and by arm the audit of texts."""
 
     served: tuple[ServedRow, ...]
     served_judgement: Mapping[str, ServedJudgement] | None = None
@@ -59,19 +62,19 @@ def write_pages(
     build_page = partial(make_page, reports, results, lambda ids: str(tokenizer.decode(list(ids))))
     write_reports(plan.out_dir, reports, results, decoded_texts, build_page)
     print("\n".join([*result_lines(results, config), "", write_markdown(reports)]))
-    for kind_name, drafter_path in config.paths.items() if config.card else ():
+    for kind_name, drafter_path in config.paths.items() if config.card else ():  # card: README.md of a drafter
         if config.plugin(KINDS[kind_name]).has_card and Path(drafter_path).is_dir():
             add_report(Path(drafter_path), write_markdown(reports))
     log_reports(config.wandb, plan.out_dir, reports, plan.identity)
-    conditions = reports[0].conditions
-    if conditions.load.busy:
+    conditions = reports[0].conditions  # origin: a sentence on what the prompts are to the drafters, or ""
+    if conditions.load.busy:  # other programs ran meanwhile: the timings should be repeated
         print(write_repeat_command(sys.argv[1:], plan.out_dir, command_words), flush=True)
     print("\n".join([*filter(None, [conditions.origin]), f"report: {plan.out_dir / 'report.html'}"]), flush=True)
 
 
 def wrong_methods(reports: Sequence[MethodReport]) -> list[str]:
     """The methods that were not lossless. If plain decoding was not, `OWN_RUN` stands for all of them."""
-    if reports[0].verdict == TARGET_DIFFERS:
+    if reports[0].verdict == TARGET_DIFFERS:  # this verdict, on plain decoding, is in every report
         return [OWN_RUN]
     return [report.method for report in reports if report.verdict == NOT_LOSSLESS or report.served_faults]
 

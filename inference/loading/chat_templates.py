@@ -12,15 +12,13 @@ _PLAIN = ("text", "code")  # layouts without conversations
 
 
 def templates_of(data: Mapping[str, object] | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[ChatTemplate]:
-    """The templates of `conversations_in`."""
+    """The templates of the conversations in the recorded settings `data` of a training (see `conversations_in`)."""
     return frozenset(source.template for source in conversations_in(data, tokenizer))
 
 
 def conversations_in(data: Mapping[str, object] | None, tokenizer: PreTrainedTokenizerBase) -> list[DataConfig]:
-    """The `sources_in` that have conversations.
-
-    template=tokenizer is recorded for plain text too, so it means nothing if the tokenizer has no chat template.
-    """
+    """The `sources_in` that have conversations. template=tokenizer is recorded for plain text too, so it means nothing
+    if the tokenizer has no chat template."""
     return [source for source in sources_in(data) if source.template != "tokenizer" or tokenizer.chat_template]
 
 
@@ -30,17 +28,17 @@ def sources_in(data: Mapping[str, object] | None) -> list[DataConfig]:
         return []
     try:
         config: DataConfig = construct(DataConfig, data)
-    except UserError:
+    except UserError:  # not readable, so unknown
         return []
-    sources = [source for _, _, source in config.parts()] or [config]
+    sources = [source for _, _, source in config.parts()] or [config]  # of a mix, or the only one
     return [source for source in sources if source.source != "python_stdlib" and source.layout not in _PLAIN]
 
 
 def chat_template(template: PromptTemplate, trained_templates: Mapping[str, frozenset[ChatTemplate]]) -> PromptTemplate:
     """The template of chat prompts: `template`, or for auto the template of the drafters' training.
 
-    It remains auto if none is recorded. Raises `UserError` if the drafters differ, or if `template` is another template
-    than one of them was trained with. template=none means bare text and is never refused.
+    trained_templates: by kind of drafter. auto remains if none is recorded. Raises `UserError` if the drafters differ,
+    or if one was trained with another template than `template`. template=none means bare text and is never refused.
     """
     summary = ", ".join(f"{kind} by {' and '.join(sorted(names))}" for kind, names in trained_templates.items())
     templates = sorted(frozenset[ChatTemplate]().union(*trained_templates.values()))

@@ -1,4 +1,7 @@
-"""The drafters of a target: loaded by their paths, and made anew for each generation."""
+"""The drafters of a target: their models are loaded by their paths, and drafters made anew for each generation.
+
+A kind is a kind of drafters (early_exit, eagle3, …), whose code is its plugin. A method names a kind and how it drafts.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -25,7 +28,7 @@ Drafters = Mapping[str, object]  # the loaded model of each kind (see `inference
 def load_drafters(config: Drafting, target: Any, **tensor_options: "Unpack[ModelOptions]") -> Drafters:
     """The models whose paths `config` gives, by kind, for this target. Raises `UserError`."""
     for method in config.methods.values():
-        if KINDS[method.source].layers:
+        if KINDS[method.source].layers:  # it drafts with layers of the target
             KINDS[method.source].load_plugin().require_fits(method, target.config.num_hidden_layers)
     drafters: dict[str, object] = {}
     for kind, drafter_path in config.paths.items():
@@ -49,12 +52,9 @@ def position_limits(drafters: Drafters) -> list[int]:
 def new_drafter(
     method: MethodConfig, drafters: Drafters, streams: Streams, drawn: bool = False, tuning: Tuning | None = None
 ) -> Drafter:
-    """A new drafter of `method`, for the generation of `streams`.
-
-    drawn: sample drafts from q. tuning: for sizes that are "auto" (see `inference.measure.probe`): those that pay
-    beside other texts, unless drawn. What is drawn depends on the sizes, and is a function of the seed.
-    """
-    if tuning is not None and drawn:
+    """A new drafter of `method` for one generation, with random `streams`. drawn: sample drafts from q, the drafter's
+    probabilities. tuning: the measured costs of sizes that are "auto"."""
+    if tuning is not None and drawn:  # sizes would depend on the other texts, and drawn tokens must only on the seed
         tuning = replace(tuning, shared=None)
     kind = KINDS[method.source]
     drafter: Drafter = kind.load_plugin().make(drafters.get(kind.name), method, streams, drawn=drawn, tuning=tuning)

@@ -1,9 +1,10 @@
 """The settings of the target's generation config that affect greedy decoding, applied to every arm.
 
 A model comes with more than weights. Example: Qwen2.5-Instruct has a repetition penalty of 1.05, and
-`model.generate(do_sample=False)` obeys it. So do all arms here. transformers' `generate` runs the target's own config,
-in which only lengths, end tokens and sampling are replaced (`TextSettings`). Ours have the logits processors that
-`generate` itself makes of it (`make_processors`). What is another way of decoding altogether is refused.
+`model.generate(do_sample=False)` obeys it. So do all arms, the ways of decoding that are compared. For the arm
+`generate` of transformers, only lengths, end tokens and sampling are replaced in the target's config (`TextSettings`).
+Other arms have the logits processors that `generate` itself makes of it (`make_processors`). A config that selects
+another way of decoding, such as beams, is refused.
 """
 
 import copy
@@ -30,7 +31,7 @@ class Inherited:
 
     config: GenerationConfig  # the basis of `TextSettings`
     fields: Mapping[str, Any]  # of the config: those that affect greedy decoding, `stop_strings` too
-    ignored: Mapping[str, object]  # such fields that were left out because the config is not used
+    ignored: Mapping[str, object]  # such fields that were left out by generation_config=none
 
 
 # The fields that act on the choice of a token, with the value that does nothing, as None does.
@@ -64,7 +65,7 @@ _IDLE = {
 # Other decoding strategies, off at these values or at None. Fields not listed in this file are off at None.
 _OFF = {"num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "guidance_scale": 1, "penalty_alpha": 0,
         "use_mtp": False, "token_healing": False, "is_assistant": False}  # fmt: skip
-_LONGEST = 1024  # n-gram of a prompt that is not repeated
+_LONGEST = 1024  # most tokens of an n-gram of a prompt that is not repeated
 
 
 def inherit(
@@ -88,7 +89,7 @@ def inherit(
         fields["stop_strings"] = [config_stops] if isinstance(config_stops, str) else list(config_stops)
     if ignore:
         values = json.loads(config.to_json_string(use_diff=False))  # turns objects, such as a watermark's, into dicts
-        return Inherited(GenerationConfig(), {}, {name: values[name] for name in fields | refused_fields})
+        return Inherited(GenerationConfig(), {}, ignored={name: values[name] for name in fields | refused_fields})
     for name, value in refused_fields.items():
         raise _make_error(target_source, name, value, "which is a way of decoding that no arm here has")
     if sampling.repetition_penalty is not None:
@@ -100,7 +101,7 @@ def inherit(
             _try_field(name, value, eos, vocabulary)
         except Exception as error:  # any error of a processor for an unexpected value
             raise _make_error(target_source, name, value, f"which transformers cannot use ({reason(error)})") from None
-    return Inherited(config, fields, {})
+    return Inherited(config, fields, ignored={})
 
 
 def _try_field(field_name: str, value: Any, eos: Collection[int], vocab_size: int) -> None:
@@ -109,9 +110,9 @@ def _try_field(field_name: str, value: Any, eos: Collection[int], vocab_size: in
         raise ValueError("there is no end token that it could favour")
     if field_name == "encoder_no_repeat_ngram_size" and value > _LONGEST:
         raise ValueError(f"expected {_LONGEST} at most: it makes a copy of the prompt for each")
-    settings = TextSettings(1, eos).for_generate()
+    settings = TextSettings(max_new_tokens=1, eos=eos).for_generate()
     setattr(settings, field_name, value)
-    for processor in make_processors(settings, [0], torch.device("cpu")):
+    for processor in make_processors(settings, prompt=[0], device=torch.device("cpu")):
         processor(cast(LongTensor, torch.zeros(1, 1, dtype=torch.long)), torch.zeros(1, vocab_size))
 
 
@@ -142,15 +143,13 @@ def find_acting_fields(config: GenerationConfig) -> dict[str, Any]:
     """The fields that have a say in which token comes next when decoding greedily."""
     fields = {name: getattr(config, name, None) for name in _ACTING}
     if fields["min_new_tokens"] is not None:
-        fields["min_length"] = None  # overridden by min_new_tokens
+        fields["min_length"] = None  # transformers reads min_new_tokens instead
     return {name: value for name, value in fields.items() if value is not None and value != _ACTING[name]}
 
 
 def find_other_strategies(config: GenerationConfig) -> dict[str, object]:
-    """The fields that select another decoding strategy in `generate`, or one unknown here.
-
-    Fields that transformers does not define have no effect in `generate`.
-    """
+    """The fields that select another decoding strategy in `generate`, or one unknown here. Fields that transformers
+    does not define have no effect in `generate`."""
     defaults = vars(GenerationConfig())
     handled = _ACTING.keys() | _REPLACED.keys() | _IDLE
     unknown = {name: value for name, value in vars(config).items()
@@ -207,13 +206,13 @@ def generate_options(sampling: SamplingConfig) -> dict[str, object]:
 
 
 class _Model(GenerationMixin):
-    """All of a model that is asked when `generate` makes processors."""
+    """A model without weights: all that transformers reads when it makes processors."""
 
     config = PreTrainedConfig()
 
 
 def make_processors(settings: GenerationConfig, prompt: Sequence[int], device: torch.device) -> list[LogitsProcessor]:
-    """The logits processors that `generate` builds from `settings` after `prompt`, without the warpers."""
+    """The logits processors that `generate` builds from `settings` after `prompt`, without warpers (top-k, …)."""
     config, ids = copy.copy(settings), torch.tensor([prompt], device=device)
     config.do_sample = False
     config.max_length = len(prompt) + settings.max_new_tokens

@@ -1,6 +1,7 @@
 """The memory of a command: weights, caches, and a training's state and activations, computed without reading weights.
 
-`plan=true` prints it. A run that is out of memory prints it too, with the options that lower it.
+`plan=true` prints it. A run that is out of memory prints it too, with the options that lower it. Fixed-shape passes,
+which a CUDA graph can replay, have buffers of the largest shape. Coded weights stay quantised, as their file has them.
 """
 
 import re
@@ -54,12 +55,12 @@ class Storage:
 
     @classmethod
     def of(cls, dtype: str, target_config: PreTrainedConfig, n_positions: int, device: torch.device) -> "Storage":
-        """On `device`, with the option `dtype` of a command."""
+        """The storage on `device` by the value `dtype` of a command's option dtype=."""
         return cls(pick_dtype(dtype, target_config, device).itemsize, n_positions)
 
     @property
     def slots(self) -> int:
-        """The slots of a cache for fixed-shape passes (see `inference.engines.graphs.cuda_graphs.Arena`)."""
+        """The slots of a cache for fixed-shape passes: for positions, a draft and padding (as `cuda_graphs.Arena`)."""
         max_width = WIDTHS[-1]
         return -(-(self.positions + max_width) // max_width) * max_width + max_width
 
@@ -85,9 +86,9 @@ def pass_bytes(config: PreTrainedConfig, storage: Storage) -> int:
 def target_memory(
     target_config: PreTrainedConfig, storage: Storage, layer_count: int | None = None, int8: str = ""
 ) -> list[Memory]:
-    """The target's weights. layer_count: only so many first ones are read, with embedding and head; None: all.
+    """The target's weights. layer_count: only so many first layers are read, with embedding and head; None: all.
 
-    int8: the model's name in errors, if it is held as int8 codes. Raises `UserError` for one that int8 cannot hold.
+    int8: the model's name in errors, if int8 codes hold it, else "". Raises `UserError` for a model that they cannot.
     """
     if int8:
         require_linear(model := empty_model(target_config), int8)
@@ -108,9 +109,10 @@ def drafter_memory(
         return []
     if isinstance(model, PreTrainedModel):
         kv_bytes = cache_bytes(model.config, storage) + pass_bytes(target_config, storage)
-    else:  # layers like the target's, with its hidden states; and sessions of the target
+    else:  # layers like the target's, which read its hidden states
         layers = getattr(model, "layers", (model,))
         kv_bytes = cache_bytes(target_config, storage, len(layers)) + 4 * pass_bytes(target_config, storage)
+        # Sessions that split the target at another layer than plain decoding's have separate caches.
         kv_bytes += cache_bytes(target_config, storage) if plugin.own_sessions else 0
     return [Memory(f"{kind.name}'s weights", weight_bytes(model, storage)), Memory(f"{kind.name}'s caches", kv_bytes)]
 
@@ -134,11 +136,9 @@ def decoding_memory(target: OpenTarget, storage: Storage, device: torch.device, 
 
 
 def evaluation_memory(config: EvaluateConfig, target: OpenTarget, max_positions: int | None = None) -> list[Memory]:
-    """The memory of each device in an evaluation: both targets and the drafters. Raises `UserError`.
-
-    The runtime stores an int8 model's codes in the fastest layout, which may be floats: this is an upper bound.
-    max_positions: of the longest text; None: the target's context.
-    """
+    """The memory of each device in an evaluation: the target, its copies, the drafters. Raises `UserError`. The runtime
+    stores an int8 model's codes in the fastest layout, which may be floats: this is an upper bound. max_positions: of
+    the longest text; None: the target's context."""
     device, hf_config = planned_device(config.device), target.config
     storage = Storage.of(config.dtype, hf_config, min(context_limit(hf_config), max_positions or UNLIMITED), device)
     int8_label = f"target={config.target or config.early_exit}" if config.dtype == "int8" else ""
@@ -196,7 +196,7 @@ def explain_out_of_memory(plan: Callable[[], Sequence[Memory]]) -> Iterator[None
 
 
 def budget_of(target: Target, drafters: Mapping[str, object], max_bytes: int | None) -> CacheBudget:
-    """The budget of `max_bytes`; None: of half of the memory that is free now."""
+    """The budget for KV caches of texts decoded together: `max_bytes`; None: half of the memory that is free now."""
     itemsize = target.dtype.itemsize
     token_bytes = position_bytes(target.config, itemsize)
     for model in (getattr(model, "drafter", model) for model in drafters.values()):  # without a calibration head
@@ -216,4 +216,4 @@ def position_bytes(config: PreTrainedConfig, itemsize: int, layer_count: int | N
 
 def free_bytes(device: torch.device) -> int:
     """Bytes of memory that are free now."""
-    return int(torch.cuda.mem_get_info()[0] if device.type == "cuda" else usable_memory())
+    return int(torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else usable_memory())

@@ -1,4 +1,8 @@
-"""A target's weights, loaded as transformers and as this runtime run them, and prepared for decoding."""
+"""A target's weights, loaded as transformers and as this runtime run them, and prepared for decoding.
+
+By layers: this runtime runs the target's decoder layers itself, after a proof that they equal its own forward. Then
+drafters can share them. A target for which the proof fails runs as a whole (`WholeModel`).
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -38,10 +42,8 @@ class Models:
 def load_models(
     config: EvaluateConfig, setup: TargetSetup, drafters: Drafters, kernel_choices: Mapping[str, str] | None = None
 ) -> Models:
-    """Load the target, and prepare it and its drafters for decoding.
-
-    kernel_choices: the CPU kernels; None: the fastest ones, measured now. Raises `UserError` for unavailable ones.
-    """
+    """Load the target, and prepare it and its drafters for decoding. kernel_choices: the CPU kernels; None: the fastest
+    ones, measured now. Raises `UserError` for unavailable ones."""
     reference = load_reference(setup.target, setup.dtype, setup.device, int8=setup.int8)
     stack = load_stack(setup.target, reference, setup.dtype, setup.device, by_layers=config.by_layers, int8=setup.int8)
     with record_choices(kernel_choices) as cpu_kernels:
@@ -87,10 +89,8 @@ def load_stack(
 def load_reference(
     target: OpenTarget, dtype: torch.dtype, device: torch.device, *, int8: bool = False
 ) -> PreTrainedModel:
-    """The whole target as transformers loads it: the reference of every comparison.
-
-    int8: quantised to int8, computing in `dtype`. Its codes equal the stack's, as both quantise the stored weights.
-    """
+    """The whole target as transformers loads it: the reference of every comparison. int8: quantised to int8, computing
+    in `dtype`. Its codes equal the stack's, as both quantise the stored weights."""
     attention_name = ATTENTION if why_not_by_layers(target.config) is None else None
     load_dtype = stored_dtype(target.config) if int8 else dtype
     model = load_causal_lm(

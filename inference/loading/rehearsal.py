@@ -49,7 +49,7 @@ MODELS = "tiny_models"
 Run = TypeVar("Run", bound=RunConfig)
 Source = TypeVar("Source", bound=SourceConfig)
 _LIBRARY = SourceConfig(layout="code", max_records=10)  # files of Python's library, which replace a source
-_PIPELINE_RECORDS = 40  # the most records of a source that the pipeline wrote
+_PIPELINE_RECORDS = 40  # at most, of a source that the pipeline wrote
 DRAFTERS = ("checkpoint", SMALL_LM, EAGLE3, MTP, DFLASH)  # whose training records may name the prompts' template
 
 
@@ -59,9 +59,7 @@ def rehearse(run: Callable[[Run], object], config: Run, typed_keys: Collection[s
     First the inputs given on the command line by `typed_keys` are checked (see `check_inputs`). The tiny models have
     the architecture of the given target, else a Llama's. Everything is written to `<out_dir>-debug`, which is locked
     against other runs and, unless resume=true, emptied first. The run's out_dir is `run` in it. All processes of a
-    launcher call this.
-
-    Raises `UserError` if that folder has other content or is in use by another run, and for unusable inputs.
+    launcher call this. Raises `UserError` if that folder has other content or is in use, and for unusable inputs.
     """
     from outrider.base.processes import from_main, join_processes, only_run_of
     from outrider.draft_models.tiny.models import save_tiny_models  # imports torch, which some commands do not need
@@ -97,20 +95,20 @@ def shrink(config: Config, folder: Path, model_dir: Path | None = None) -> Confi
         name, value = option.name, getattr(config, option.name)
         debug_spec = option.metadata.get("debug")
         if config.disabled_by(name) or (model_dir is None and isinstance(value, str) and _is_in(folder, value)):
-            continue
+            continue  # another option turns this one off, or the pipeline wrote what it names
         if isinstance(value, DataConfig):
             changes[name] = _shrink_data(value, folder, model_dir, asks=getattr(config, "asks", False))
         elif isinstance(debug_spec, TinyModel):
             if model_dir is not None and value is not None:
                 changes[name] = _tiny_model(debug_spec, value, model_dir)
-            elif value is not None and debug_spec.name != TARGET:
+            elif value is not None and debug_spec.name != TARGET:  # a drafter that the pipeline did not train
                 changes[name] = None
-                changes_without_models |= debug_spec.without
+                changes_without_models |= debug_spec.without  # values of other options without this model
         elif debug_spec is None and isinstance(value, Settings):
             changes[name] = shrink(value, folder, model_dir)
         else:
             changes[name] = debug_value(option, value, step=reads_pipeline_text)
-    if isinstance(config, EvaluateConfig):
+    if isinstance(config, EvaluateConfig):  # removed: kinds whose model became None above
         removed = {kind.name for kind in KINDS.values() if kind.option and changes.get(kind.option, "") is None}
         methods = {name: method for name, method in config.methods.items() if model_dir or method.source not in removed}
         changes["methods"] = {name: shrink(method, folder, model_dir) for name, method in methods.items()}
@@ -125,10 +123,8 @@ def _tiny_model(mark: TinyModel, model_path: str, model_dir: Path) -> str:
 
 
 def _shrink_data(data: DataConfig, folder: Path, model_dir: Path | None, *, asks: bool) -> DataConfig:
-    """`data` with library files instead of each source; in a step, a few records of a source that the pipeline wrote.
-
-    asks: its records are prompts. Without a pipeline half of the text is held out.
-    """
+    """`data` with library files instead of each source; in a step of the pipeline, a few records of a source that the
+    pipeline wrote. asks: its records are prompts. Without a pipeline half of the text is held out."""
     is_step = model_dir is None
 
     def shrink_source(source: Source) -> Source:
@@ -159,11 +155,9 @@ def _is_in(folder: Path, path: str) -> bool:
 
 
 def check_inputs(config: Any, is_checked: Callable[[str], bool]) -> "PreTrainedConfig | None":
-    """The config of the target in a command's settings; None if they have no target, or it is not checked.
-
-    Also reads the target's tokenizer, and one record of the data and of the prompts, rendered as the command would.
-    is_checked: whether to check the option with this dotted key. Raises `UserError` for unusable inputs.
-    """
+    """The config of the target in a command's settings; None if they have no target, or it is not checked. Also reads
+    the target's tokenizer, and one record of the data and of the prompts, rendered as the command would. is_checked:
+    whether to check the option with this dotted key. Raises `UserError` for unusable inputs."""
     target, tokenizer = None, None
     tokenizer_source = getattr(config, "tokenizer", None)
     if reads_encoder := tokenizer_source is not None and is_checked("tokenizer"):
@@ -192,7 +186,10 @@ def _check_source(
     *,
     asking: bool,
 ) -> None:
-    """Check one source of data, the settings below `key`: a record of it, or its template if it is not written yet."""
+    """Check one source of data, the settings below `key`: a record of it, or its template if it is not written yet.
+
+    asking: its records are prompts, without answers.
+    """
     if tokenizer is not None:
         tokenizer = bind_arguments(tokenizer, data.chat_template_kwargs, data.template, f"{key}.{KWARGS}")
     if is_checked(f"{key}.path"):

@@ -25,7 +25,7 @@ from outrider.inference.settings.sampling import SamplingConfig
 
 @dataclass(frozen=True)
 class TargetSetup:
-    """The target before its weights are loaded, and how it will run."""
+    """The target before its weights are loaded, and how it will run. Kinds are those of drafters (early_exit, …)."""
 
     target: OpenTarget
     eos: frozenset[int]  # the ids that end a text
@@ -35,7 +35,7 @@ class TargetSetup:
     dtype: torch.dtype
     int8: bool = False  # whether it is quantised to int8, computing in `dtype`
     template: PromptTemplate = "auto"  # as requested
-    trained: Mapping[str, frozenset[ChatTemplate]] = field(default_factory=dict)  # of the drafters' training, by kind
+    trained: Mapping[str, frozenset[ChatTemplate]] = field(default_factory=dict)  # of drafters' training, by their kind
     arguments: Mapping[str, object] = field(default_factory=dict)  # what the chat template reads besides messages
 
     @property
@@ -44,7 +44,7 @@ class TargetSetup:
         return chat_template(self.template, self.trained)
 
     def text(self, max_new_tokens: int, sampling: SamplingConfig) -> TextSettings:
-        """The decoding settings of texts with these lengths."""
+        """The decoding settings of texts of up to `max_new_tokens` tokens."""
         return TextSettings(max_new_tokens, self.eos, sampling, self.inherited.config, self.stops, self.tokenizer)
 
     @property
@@ -52,7 +52,7 @@ class TargetSetup:
         return self.target.config
 
     @cached_property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
+    def tokenizer(self) -> PreTrainedTokenizerBase:  # without arguments `chat_template`, which may raise, is not asked
         return bind_arguments(self.target.tokenizer, self.arguments, self.chat_template if self.arguments else "auto")
 
     @property
@@ -114,10 +114,8 @@ def find_target(config: EvaluateConfig) -> OpenTarget:
 
 
 def open_target_of(checkpoint: str, target: str | None, revision: str | None) -> OpenTarget:
-    """The target of an early exit: `target` if given, else the recorded one. Raises `UserError`.
-
-    A recorded path that is relative is looked for here, then in the folders above `checkpoint`.
-    """
+    """The target of the early exit (drafter on its first layers) in `checkpoint`: `target` if given, else the recorded
+    one, whose relative path is looked for here, then in the folders above `checkpoint`. Raises `UserError`."""
     record = EARLY_EXIT.load_plugin().training_record(checkpoint)
     paths = (folder / str(record.target) for folder in (Path(), *Path(checkpoint).resolve().parents))
     source = next((str(path) for path in paths if path.exists()), record.target)
@@ -133,10 +131,10 @@ def open_target_of(checkpoint: str, target: str | None, revision: str | None) ->
 def config_with_drafter(config: EvaluateConfig, setup: TargetSetup, checkpoint: str) -> EvaluateConfig:
     """`config`, of one method, with the drafter in the directory `checkpoint`, and for another kind its default method.
 
-    Raises `UserError` where there is no drafter, or one that learned by another template than the one of `setup`.
+    Raises `UserError` where there is no drafter, or one that learned by another template than that of `setup`.
     """
     kind = kind_in(checkpoint)
-    if kind is None or kind.preset is None:
+    if kind is None or kind.preset is None:  # all kinds with a file have a preset: this is for the type checker
         raise UserError(f"checkpoint={checkpoint}: {no_drafter_in(Path(checkpoint))}")
     [(name, method)] = config.methods.items()
     methods = {name: method} if method.source == kind.name else {kind.preset: preset(kind.preset)}
@@ -144,6 +142,7 @@ def config_with_drafter(config: EvaluateConfig, setup: TargetSetup, checkpoint: 
     drafter_settings = {**cleared_options, "checkpoint": checkpoint, "drafters": {}, "methods": methods}
     config = replace(config, target=setup.target.source, **drafter_settings)
     trained_template = replace(setup, trained=_templates_of_training(config, setup.target)).chat_template
+    # Without a recorded template (auto) the tokenizer's renders prompts.
     same = trained_template == setup.chat_template or {trained_template, setup.chat_template} == {"auto", "tokenizer"}
     require(same, "checkpoint", checkpoint, f"one trained on conversations that template={setup.chat_template} renders")
     return config
@@ -163,10 +162,8 @@ def no_drafter_in(folder: Path) -> str:
 
 
 def end_tokens(target: OpenTarget) -> frozenset[int]:
-    """The ids that end a text: from generation_config.json, else config.json, else the tokenizer.
-
-    Raises `UserError` for invalid ids.
-    """
+    """The ids that end a text: from generation_config.json, else config.json, else the tokenizer. Raises `UserError`
+    for invalid ids. Of a target that is not seen, as on a server, only a tokenizer and maybe a config are here."""
     configured = read_generation_config(target.source, target.revision).eos_token_id if target.is_seen else None
     for candidate in (configured, target.config.eos_token_id, target.tokenizer.eos_token_id):
         if candidate is not None:

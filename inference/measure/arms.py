@@ -1,7 +1,8 @@
 """The arms of a measurement: ways of decoding that run in turn on the same prompts, so that they can be compared.
 
 An `Arm` is a function from a prompt's ids and random streams to a generation. `make_arms` makes them, `run_arms` runs
-them on prompts, `measure_deviations` and `show_rounds` run them again with selectors that record.
+them on prompts, `measure_deviations` and `show_rounds` run them again with selectors that record. A selector chooses
+tokens from the target's logits. A round drafts, verifies and emits tokens once.
 """
 
 import time
@@ -47,12 +48,10 @@ def make_arms(
 ) -> dict[str, Arm]:
     """The arms to compare, by name: plain decoding, every method and, given `stock`, its `generate`.
 
-    stock: the target as transformers runs it.
+    stack, stock: the target as this runtime and as transformers runs it. drafters: their models by kind.
     runtime: how the passes of all arms but `generate` run; None: eagerly.
-    tunings: of the methods with "auto" sizes (see `inference.measure.probe`).
-    choosing: replaces an arm's selector.
-
-    An arm uses the random streams within its name, one per purpose.
+    tunings: the measured costs of the methods with "auto" sizes (see `inference.measure.probe`).
+    choosing: replaces an arm's selector. An arm uses the random streams within its name, one per purpose.
     """
     maker = _ArmMaker(stack, text, runtime, clock, choosing)
     decode = partial(autoregressive, stack)
@@ -60,7 +59,7 @@ def make_arms(
     for name, method in methods.items():
         tuning = tunings.get(name) if tunings else None
         if tuning is not None and isinstance(runtime, Batch):
-            tuning = tuning.of_all(partial(runtime.sharing, stack))
+            tuning = tuning.of_all(partial(runtime.sharing, stack))  # a pass costs by the number of its texts
         make = partial(new_drafter, method, drafters, drawn=text.sampling.temperature > 0, tuning=tuning)
         arms[name] = partial(maker.draft, name, make, method.verification)
     if runtime is not None:
@@ -98,6 +97,7 @@ class _ArmMaker:
         streams: Streams,
         rule: Verification = "exact",
     ) -> Generation:
+        """The text after `prompt` by the rounds of `decode`. rule: which drafted tokens are accepted."""
         settings, max_new_tokens = self.text, self.text.max_new_tokens
         verify_stream = streams.of("verify") if settings.sampling.temperature > 0 else None
         selector = self.choosing(TokenSelector(settings.sampler(prompt, self.stack.device), verify_stream, rule))
@@ -190,7 +190,8 @@ def run_arms(
 ) -> list[PromptResult]:
     """Continue prompts with every arm, `repeats` times, the arms' order rotating with `turn` and repeat.
 
-    An arm's result is the repeat with the median decoding time. `profilers` run the first repeat again, untimed.
+    An arm's result is the repeat with the median decoding time. `profilers`, arms whose clock synchronises with the
+    device, run the first repeat again for the seconds of the parts of a round.
     batch: all arms but those in `alone` decode the prompts together (see `decode_all`).
     """
     prompts = [query.prompt for query in queries]
@@ -215,7 +216,7 @@ def run_arms(
         PromptResult(
             query.prompt_id, query.category, tuple(query.prompt), {name: texts[i] for name, texts in medians.items()},
             reference, {name: texts[i] for name, texts in profiles_by_arm.items()},
-            answer=runs[AUTOREGRESSIVE][0][i].tokens, conversation=query.conversation, group=query.group,
+            answer=runs[AUTOREGRESSIVE][0][i].tokens, conversation=query.conversation, group=query.group,  # [0]: repeat
         )
         for i, query in enumerate(queries)
     ]  # fmt: skip
@@ -224,11 +225,8 @@ def run_arms(
 def decode_all(
     arm: Arm, prompts: Sequence[Sequence[int]], streams: Sequence[Streams], batch: Batch | None = None
 ) -> list[Generation]:
-    """`arm` on all prompts: one after another, or together in the `batch` that is its runtime.
-
-    Decoded together, a text gets its prompt's seconds, and of the common decoding time its share by tokens. So all
-    texts have the same rate. Parts of rounds keep their proportions.
-    """
+    """`arm` on all prompts: one after another, or together in the `batch` that is its runtime. Decoded together, a text
+    gets its prompt's seconds, and of the common decoding time its share by tokens. So all texts have the same rate."""
     if batch is None:
         return [arm(*arguments) for arguments in zip(prompts, streams, strict=True)]
     generations: dict[int, Generation] = {}
@@ -239,7 +237,7 @@ def decode_all(
         yield from ()
 
     for index in range(len(prompts)):
-        batch.add(BatchText(text(index), lambda _: None, errors.append))
+        batch.add(BatchText(text(index), take=lambda _: None, end=errors.append))
     started = time.perf_counter()
     try:
         while batch.texts:
@@ -253,7 +251,8 @@ def decode_all(
 
 
 def _share_time(texts: Sequence[Generation], seconds: float) -> list[Generation]:
-    """`texts`, which were decoded together in `seconds`, each with its share of that time."""
+    """`texts`, which were decoded together in `seconds`, each with its share of that time; parts of rounds keep their
+    proportions."""
     shared_seconds = seconds - sum(text.prefill_seconds for text in texts)
     token_seconds = shared_seconds / max(1, sum(len(text.tokens) - 1 for text in texts))
     timed_texts = []
@@ -276,7 +275,7 @@ def measure_deviations(
     streams: Sequence[Streams],
     batch: Batch | None = None,
 ) -> list[dict[str, Deviation]]:
-    """The deviations of this runtime's arms on the reference text of each result, by name (see `lossless`).
+    """By name, the deviations (rounding errors, see `lossless`) of this runtime's arms on each result's reference text.
 
     hf_model: the target as transformers runs it; streams, batch: those of the results' generations.
     """

@@ -1,5 +1,8 @@
 """The bench of an evaluation: warmed-up arms with chosen sizes, and the measurement of a prompt by all arms.
 
+An arm is a way of decoding: plain, by a method (a drafter and how it drafts), or transformers' `generate`. A group is
+`config.batch` prompts that are decoded together. To judge an arm is to measure its rounding errors (see `lossless`).
+
 prepare_methods   once for all processes: attention kernels, and "auto" sizes
 make_bench        in each process: the arms, after a few tokens that warm them up
 measure_talks     a group of prompts, turn by turn, by every arm
@@ -50,23 +53,24 @@ def prepare_methods(
     kernels = models.runtime.choose_kernels([stack, *itertools.chain.from_iterable(drafter_models)], max_positions)
     models.runtime.prepare(max_positions, kernels)
     clock = synchronized_clock if stack.device.type == "cuda" else time.perf_counter
-    tune_result = tune(
-        config.methods, stack, models.drafters, prompt, setup.text(config.max_new_tokens, config.sampling),
-        seed=config.seed, runtime=models.runtime, clock=clock,
-    )  # fmt: skip
-    return Prepared(*tune_result, kernels, products=models.products)
+    settings = setup.text(config.max_new_tokens, config.sampling)
+    methods, tunings = tune(
+        config.methods, stack, models.drafters, prompt, settings, seed=config.seed, runtime=models.runtime, clock=clock
+    )
+    return Prepared(methods, tunings, kernels, products=models.products)
 
 
 @dataclass(frozen=True)
 class Bench:
     """The warmed-up arms of an evaluation.
 
-    profilers: our arms with a clock that synchronises with the device.
+    profilers: our arms with a clock that synchronises with the GPU, for the seconds of the parts of a round.
     judged: indices of the groups of prompts that are judged, besides those with a mismatch (see `lossless`).
     judge: makes the arms for judging; None if only equal texts count.
     display_positions: indices of the prompts whose first turn is decoded again by the arms of `show`, for display.
     watch: measures the CPU time of plain decoding.
     batch: decodes the prompts of a group together, for all arms but those in `alone`; None: a group is one prompt.
+    order: the indices of the groups in the order of measuring.
     """
 
     arms: dict[str, Arm]
@@ -88,13 +92,13 @@ def make_bench(
     arm_inputs = models.stack, models.drafters, prepared.methods
     batch = Batch(models.runtime, yielding=False) if config.batch > 1 else None
     make = partial(make_arms, *arm_inputs, runtime=batch or models.runtime, tunings=prepared.tunings)
-    reference, make_settings = models.reference if config.compare_transformers else None, setup.text
+    reference = models.reference if config.compare_transformers else None
 
     def arms_for(max_new_tokens: int, clock: Clock = time.perf_counter) -> dict[str, Arm]:
-        return make(reference, make_settings(max_new_tokens, config.sampling), clock=clock)
+        return make(reference, setup.text(max_new_tokens, config.sampling), clock=clock)
 
     def arms_with(choosing: Choosing) -> dict[str, Arm]:
-        return make(None, make_settings(config.max_new_tokens, config.sampling), choosing=choosing)
+        return make(None, setup.text(config.max_new_tokens, config.sampling), choosing=choosing)
 
     warm_up_tokens = min(WARM_UP_TOKENS, config.max_new_tokens)
     alone_arms = frozenset({TRANSFORMERS})
@@ -105,20 +109,18 @@ def make_bench(
     if setup.device.type == "cuda":
         synchronized_arms = arms_for(config.max_new_tokens, synchronized_clock)
         profilers = {name: synchronized_arms[name] for name in (AUTOREGRESSIVE, *prepared.methods)}
-    is_sampled = config.sampling.temperature > 0
-    n_judged = -(-JUDGED_PROMPTS // config.batch)
 
     def spread(total: int, count: int) -> frozenset[int]:
-        """`n_judged` of `total`, evenly spread; the first that are measured where minutes may leave others out."""
+        """`count` of `total`, evenly spread; the first that are measured where minutes= may leave others out."""
         even_indices = (i * total // count for i in range(count))
         return frozenset(even_indices if config.minutes is None else spread_order(total)[:count])
 
-    n_groups = prompts // config.batch
+    n_groups, n_judged = prompts // config.batch, -(-JUDGED_PROMPTS // config.batch)
     group_order = range(n_groups) if config.minutes is None else spread_order(n_groups)
     judged = spread(n_groups, n_judged) if config.minutes is None else frozenset([*group_order][: 2 * n_judged : 2])
     display_positions = spread(prompts, config.show_prompts)
     # If an int8 model's arm ran the float weights by mistake, its text might still be equal by chance.
-    judge = arms_with if is_sampled or setup.dtype in HALF or setup.int8 else None
+    judge = arms_with if config.sampling.temperature > 0 or setup.dtype in HALF or setup.int8 else None
     arms, watch = arms_for(config.max_new_tokens), CpuWatch()
     if setup.device.type == "cpu":
         arms[AUTOREGRESSIVE] = watch.around(arms[AUTOREGRESSIVE])
@@ -126,10 +128,8 @@ def make_bench(
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak bytes of this process: on the GPU if `device` is one, else of main memory.
-
-    It includes all arms, which share the memory. 0 if the system does not report it (Windows).
-    """
+    """Peak bytes of this process, for all arms together: on the GPU if `device` is one, else of main memory; 0 if the
+    system does not report it (Windows)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
@@ -142,7 +142,10 @@ def peak_memory(device: torch.device) -> int:
 
 @dataclass
 class Talk:
-    """A prompt whose turns are measured. first_ids: the ids of its first turn. position: its index in the run."""
+    """A prompt whose turns are measured. first_ids: the ids of its first turn. position: its index in the run.
+
+    texts: the turns and answers so far, alternating.
+    """
 
     prompt: Prompt
     first_ids: Sequence[int]
@@ -152,10 +155,8 @@ class Talk:
     texts: list[str] = field(default_factory=list)
 
     def ask(self, number: int, config: EvaluateConfig, setup: TargetSetup, context: int) -> Turn | None:
-        """Turn `number`, after the target's own answers to the earlier turns.
-
-        None if there is no such turn, or if it is skipped; later turns are then skipped too. context: of the models.
-        """
+        """Turn `number`, after the target's own answers to the earlier turns. None if there is no such turn, or if it
+        is skipped; later turns are then skipped too. context: the models' context length in tokens."""
         if self.skipped or number >= len(self.prompt.turns):
             return None
         turn_ids, ids, skip_reason = self.prompt.turn_ids, self.first_ids, ""
@@ -178,10 +179,8 @@ class Talk:
 def measure_talks(
     config: EvaluateConfig, talks: Sequence[Talk], setup: TargetSetup, models: Models, bench: Bench
 ) -> None:
-    """Run every turn of the talks through every arm; several talks are decoded together.
-
-    The place of the group in the order of measuring and the turn determine which arm runs first, in any process.
-    """
+    """Run every turn of the talks through every arm; several talks are decoded together. The place of the group in the
+    order of measuring and the turn determine which arm runs first, in any process."""
     group_index = talks[0].position // config.batch
     group_name = None if bench.batch is None else f"{group_index} {talks[0].prompt.id}"
     context = context_length(setup.config, models.drafters)
@@ -218,10 +217,10 @@ def with_deviations(
 def with_rounds(
     config: EvaluateConfig, bench: Bench, displayed: Sequence[bool], results: list[PromptResult]
 ) -> list[PromptResult]:
-    """`results` with recorded rounds where they are `displayed`; the group is decoded again as it was."""
+    """`results` with recorded rounds where they are `displayed`; the whole group is decoded again, as measured."""
     if not any(displayed):
         return results
-    streams = [Streams(config.seed, result.prompt_id, 0) for result in results]
+    streams = [Streams(config.seed, result.prompt_id, repeat=0) for result in results]
     rounds = show_rounds(bench.show, config.methods, [result.prompt for result in results], streams, bench.batch)
     return [
         replace(result, shown=by_method) if is_displayed else result

@@ -48,11 +48,11 @@ from outrider.inference.core.tree import ROOT, DraftTree
 
 HALF = (torch.bfloat16, torch.float16)
 # Limits on the ratios. Correct runtimes stay below half of the way from 1 to them; faults exceed them by far.
-BULK, PEAK, GAP = 1.25, 6.0, 8.0
+BULK, PEAK, GAP = 1.25, 6.0, 8.0  # GAP: in rounding errors of logits, see `Deviation`
 # Tokens per pass of transformers' further readings. A tip that all of four readings missed was seen in a fine-tuned
 # model; of twelve, each with its own rounding, hardly all miss one that a correct runtime had.
 PIECES = (64, 29, 17, 7, 53, 41, 37, 23, 19, 13, 11, 5)
-TIPS = PEAK / 2  # an error that many times larger in another reading is due to chance
+TIPS = PEAK / 2  # an error that is so many times larger in another reading is due to chance (it "tipped")
 # In float32 the order of the terms of a sum makes the errors of two correct programs differ by several times. In half
 # precision the rounding of each stored number hides the order. A fault exceeds the errors of float32 by thousands.
 ORDER_OF_SUMS = 6.0
@@ -86,10 +86,8 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The verdict on the deviations of one arm; `faults` is empty for an arm that only rounds.
-
-    ties: the number of gaps. own_ties: the number in the stock pass. largest_gap: the largest of gaps and mismatches.
-    """
+    """The verdict on the deviations of one arm; `faults` is empty for an arm that only rounds. ties: the number of
+    gaps. own_ties: the number in the stock pass. largest_gap: the largest of gaps and mismatches."""
 
     prompts: int
     positions: int
@@ -119,20 +117,17 @@ def judge_deviations(deviations: Sequence[Deviation]) -> Judgement:
     # deviations are allowed, and 2 ties more: near 0 the root is too small.
     max_ties = stock_ties + 4 * math.sqrt(n_ties + stock_ties) + 2
     peak, peak_at = worst.peak, f"{_name_row(worst.peak_row, logs)} at position {worst.peak_position}"
-    bulk, max_gap = math.exp(logs[argmax]), max([*gaps, *mismatches], default=0.0)
+    bulk, bulk_at = math.exp(logs[argmax]), _name_row(argmax, logs)
+    max_gap = max([*gaps, *mismatches], default=0.0)
+    gap_fault = f"another token than the target's is chosen across {max_gap:.1f} rounding errors, at most {GAP:.0f}"
     checks = (
-        (bulk <= BULK, f"the {_name_row(argmax, logs)} are off by {bulk:.2f} times the rounding error, at most {BULK}"),
+        (bulk <= BULK, f"the {bulk_at} are off by {bulk:.2f} times the rounding error, at most {BULK}"),
         (peak <= PEAK, f"the {peak_at} are off by {peak:.1f} times the rounding error, at most {PEAK:.0f}"),
-        (
-            max_gap <= GAP,
-            f"another token than the target's is chosen across {max_gap:.1f} rounding errors, at most {GAP:.0f}",
-        ),
+        (max_gap <= GAP, gap_fault),
         (n_ties <= max_ties, f"it leaves the text at {n_ties} positions, transformers at {stock_ties}"),
     )
     faults = tuple(message for holds, message in checks if not holds)
-    return Judgement(
-        len(deviations), n_positions, bulk, _name_row(argmax, logs), peak, peak_at, n_ties, stock_ties, max_gap, faults
-    )
+    return Judgement(len(deviations), n_positions, bulk, bulk_at, peak, peak_at, n_ties, stock_ties, max_gap, faults)
 
 
 def _name_row(row: int, row_logs: Sequence[float]) -> str:
@@ -162,7 +157,9 @@ class Reference:
 @torch.inference_mode()
 def make_reference(model: PreTrainedModel, prompt: Sequence[int], text: Sequence[int]) -> Reference:
     """`text` after `prompt` through `model`, the target as transformers runs it: in twice its precision, then as it is.
-    This project's runtime takes no part, so its faults cannot enlarge the tolerance for them."""
+
+    This project's runtime takes no part, so its faults cannot enlarge the tolerance for them.
+    """
     ids = torch.tensor([[*prompt, *text[:-1]]], device=model.device)
     with stock_attention(model):
         with double_precision(model):
@@ -211,10 +208,8 @@ def _forward(
 
 @contextmanager
 def double_precision(model: PreTrainedModel) -> Iterator[None]:
-    """`model` computing in twice its precision: half in float32, float32 in float64.
-
-    The weights of a module are converted while it runs, so that no second copy of the model is needed.
-    """
+    """`model` computing in twice its precision: half in float32, float32 in float64. The weights of a module are
+    converted while it runs, so that no second copy of the model is needed."""
     dtype = torch.float32 if model.dtype in HALF else torch.float64
     modules = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
 
@@ -239,7 +234,7 @@ def double_precision(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _noise(errors: Tensor, floor: Tensor) -> Tensor:
-    """The unit of ratios [rows, n]: the error at the position, at least the row's median."""
+    """The unit of ratios [rows, n]: the error at the position, at least the row's median and `floor`."""
     return torch.maximum(errors, errors.median(-1, keepdim=True).values).maximum(floor)
 
 
@@ -260,18 +255,16 @@ def _logit_errors(rounded_logits: Tensor, logits: Tensor) -> Tensor:
 
 
 class Forced(TokenSelector):
-    """Chooses the tokens of the reference text whatever the logits are, and records the logits' errors.
-
-    selector: the arm's; its processors act, and drafts are drawn from its distributions.
-    """
+    """Chooses the tokens of the reference text whatever the logits are, and records the logits' errors. selector: the
+    arm's; its processors act, and drafts are drawn from its distributions."""
 
     def __init__(self, selector: TokenSelector, reference: Reference):
-        self.__dict__.update(selector.__dict__)
+        self.__dict__.update(selector.__dict__)  # in place of super().__init__
         self.takes_argmax = False  # else plain decoding would bypass the selector
         self._reference = reference
         self._position = 0  # index in the text
-        self._errors: list[Tensor] = []
-        self._choices: list[Tensor] = []
+        self._errors: list[Tensor] = []  # of the logits, [1] for each token
+        self._choices: list[Tensor] = []  # the tokens [1] that the arm would have chosen
 
     def begin(self, session: Session, prompt: Sequence[int]) -> None:
         super().begin(session, prompt)
@@ -304,32 +297,29 @@ class Forced(TokenSelector):
         """The finished run's deviation. free_text: the text that the arm decoded freely."""
         reference = self._reference
         states = [state for layer in self._session.content() for state in layer]
-        error_scale = ORDER_OF_SUMS if reference.logits.dtype == torch.float64 else 1.0
+        error_scale = ORDER_OF_SUMS if reference.logits.dtype == torch.float64 else 1.0  # of a target in float32
         errors = _state_errors(states, reference.states) / error_scale, torch.cat(self._errors)[None] / error_scale
         ratios = _ratios(errors, (reference.states_noise, reference.logits_noise))
         first_position = len(reference.prompt) - 1  # the position whose logits choose the text's first token
         peak_entry = _highest(ratios, first_position)
         if peak_entry[0] > PEAK:
             peak_entry = _highest(_ratios(errors, reference.tipping_noise()), first_position)
-        bulk_logs = [ratio.clamp(min=0.01).log().mean(-1).tolist() for ratio in ratios]
+        bulk_logs = [ratio.clamp(min=0.01).log().mean(-1).tolist() for ratio in ratios]  # 0 has no logarithm
         deviation = Deviation(len(reference.text), (*bulk_logs[0], *bulk_logs[1]), *peak_entry)
         return self._with_gaps(deviation, free_text) if self.greedy else deviation
 
     def _with_gaps(self, deviation: Deviation, free_text: Sequence[int]) -> Deviation:
+        """`deviation` with gaps, own_gaps and mismatch, for greedy decoding."""
         text, stock_logits = self._reference.text, self._reference.stock_logits
         choices = torch.cat(self._choices).tolist()
-        stock_choices = [int(self._scores_at(i, stock_logits).argmax()) for i in range(len(text))]
+        stock_gaps = sum(int(self._scores_at(i, stock_logits).argmax()) != token for i, token in enumerate(text))
         mismatch_at = next((i for i, (a, b) in enumerate(zip(text, free_text, strict=False)) if a != b), None)
         if mismatch_at is None:  # equal, or one is a prefix of the other
             mismatch = None if len(free_text) == len(text) else WORST
         else:
             mismatch = self._gap(mismatch_at, free_text[mismatch_at])
-        return replace(
-            deviation,
-            gaps=tuple(self._gap(i, choice) for i, choice in enumerate(choices) if choice != text[i]),
-            own_gaps=sum(a != b for a, b in zip(stock_choices, text, strict=True)),
-            mismatch=mismatch,
-        )
+        gaps = tuple(self._gap(i, choice) for i, choice in enumerate(choices) if choice != text[i])
+        return replace(deviation, gaps=gaps, own_gaps=stock_gaps, mismatch=mismatch)
 
     def _gap(self, position: int, token: int) -> float:
         """How far the less likely of `token` and the text's token is below the best, in rounding errors of logits."""

@@ -1,9 +1,10 @@
 """Start-up measurement of the costs of a round on this device, and of the drafts' acceptance.
 
-`tune` measures each method with "auto" sizes by decoding after a prompt (`measure_costs`). First plain decoding runs.
-Then the method decodes, and each round drafts in another size: by a `_ProbeStructure` of several (`probes_of`) if a
-structure shapes the drafts, else by `_SizesInTurn`. `_cycle` measures the seconds of draft steps and of the target's
-passes by their width. `curve` makes costs of them:
+A round drafts, verifies and emits tokens once. `tune` measures each method with "auto" sizes by decoding after a prompt
+(`measure_costs`). First plain decoding runs. Then the method decodes, and each round drafts in another size: by a
+`_ProbeStructure` of several (`probes_of`) if a structure (a rule for chains or trees) shapes the drafts, else by
+`_SizesInTurn`. `_cycle` measures the laps, the seconds of draft steps and of the target's passes with their width in
+tokens. `curve` makes costs of them:
 
     draft steps (1, 2.1 ms), (3, 2.2 ms), (7, 2.6 ms) …   →   seconds of a step of 1, 2, 3, … nodes
 """
@@ -50,19 +51,20 @@ LONGEST = 8.0  # seconds after which two cycles are enough
 # a first draft may compile or load for seconds, so it is not timed. Plain decoding ends likewise.
 SLOW, FEWEST = 3.0, 5
 PLAIN_TOKENS = 12  # maximum length of a measured generation without a drafter
-CHAINS = (1, 3, 7, 15)
-NODES, LEVELS = (1, 3, 7, 15, 31, 63), 4
+CHAINS = (1, 3, 7, 15)  # tokens of the drafted chains
+NODES, LEVELS = (1, 3, 7, 15, 31, 63), 4  # tokens of the drafted trees, and their most levels
 SIZES = (0, *NODES)  # of a drafter that shapes its own drafts; a round without a draft has a cost too
 
 
 def probes_of(method: MethodConfig) -> list[MethodConfig]:
-    """`method` with various numbers in place of "auto", so that passes of many widths occur. The model drafts alone."""
+    """`method` with various numbers in place of "auto", so that passes of many widths occur. copy=None: the model alone
+    drafts, without n-grams of the text."""
     tree_config, method = method.structure, replace(method, copy=None)
     if tree_config.kind == "chain":
         return [replace(method, stop=StopConfig(max_draft=length)) for length in CHAINS]
     node_counts = NODES if AUTO in (tree_config.nodes, tree_config.max_depth) else (tree_config.nodes,)
     max_levels = LEVELS if isinstance(tree_config.max_depth, str) else min(LEVELS, tree_config.max_depth)
-    trees = [replace(tree_config, nodes=n, max_depth=max_levels, delta=0.0) for n in node_counts]
+    trees = [replace(tree_config, nodes=n, max_depth=max_levels, delta=0.0) for n in node_counts]  # any gain counts
     without_rule = replace(method, structure=StructureConfig(), stop=StopConfig())
     return [replace(without_rule, structure=sized_tree) for sized_tree in trees]  # no stop rule: all levels are drafted
 
@@ -78,21 +80,18 @@ def tune(
     runtime: Runtime | None = None,
     clock: Clock = time.perf_counter,
 ) -> tuple[dict[str, MethodConfig], dict[str, Tuning]]:
-    """`methods` ready to run, and the `Tuning` of those with "auto" sizes, measured by decoding after `prompt`.
-
-    An OPT-Tree with a null δ and a given depth gets δ = μ = seconds of a draft step / seconds of a decoding step.
-    settings: of the arms; None: greedy. No text ends early here. clock: one that synchronises with the device.
-    """
+    """`methods` ready to run, and the `Tuning` of those with "auto" sizes, measured by decoding after `prompt`. An
+    OPT-Tree with a null δ and a given depth gets δ = μ = seconds of a draft step / seconds of a decoding step.
+    settings: of the arms; None: greedy. No text ends early here. clock: one that synchronises with the device."""
     ready_methods, tunings = dict(methods), {}
     for name, method in methods.items():
         structure = method.structure
         if not (method.adapts or method.lacks_delta):
             continue
         streams = Streams(seed).within(name, "tune")
+        text = settings or TextSettings(TUNED_TOKENS)
         with Stage(f"measuring the sizes of {name}"):
-            tuning = measure_costs(
-                method, stack, drafters, prompt, settings or TextSettings(TUNED_TOKENS), streams, runtime, clock
-            )
+            tuning = measure_costs(method, stack, drafters, prompt, text, streams, runtime, clock)
         if method.adapts:
             tunings[name] = tuning
         if method.lacks_delta:
@@ -115,7 +114,7 @@ def measure_costs(
 
     The rounds of a generation cycle through `probes_of`, so that drift of the machine affects all sizes alike. Takes
     `SECONDS` seconds, or `CYCLES[0]` cycles if these take longer, two above `LONGEST`, or one that is `SLOW`. A prompt
-    too long to continue is cut at the front.
+    too long to continue is cut at the front. streams: random ones, by purpose.
     """
     model = {name: model for name, model in drafters.items() if name == method.source}
     limits = [context_limit(stack.config), *position_limits(model)]
@@ -127,7 +126,7 @@ def measure_costs(
     runtime = timed_runtime if runtime is None or runtime.name == Runtime.name else runtime
 
     def make(config: MethodConfig, draft_streams: Streams) -> Drafter:
-        return new_drafter(config, drafters, draft_streams, is_sampled)
+        return new_drafter(config, drafters, draft_streams, drawn=is_sampled)
 
     def decode(arm: Callable[..., Iterator[Round]], *drafter: Drafter, tokens: int) -> Iterator[Round]:
         verify_stream = streams.of("verify", next(generation_ids)) if is_sampled else None
@@ -136,7 +135,7 @@ def measure_costs(
         return arm(stack, *drafter, prompt, **options)
 
     plain_seconds = _plain_seconds(decode(autoregressive, tokens=min(PLAIN_TOKENS, new_tokens)))
-    outside_seconds = plain_seconds - typical(timed_runtime.laps or [0.0])  # seconds of a plain round
+    outside_seconds = plain_seconds - typical(timed_runtime.laps or [0.0])  # of a plain round, outside its pass
     has_structure = KINDS[method.source].shaped
     sized_methods = probes_of(method) if has_structure else [method]
     drafters_of_probes = (make(config, streams.within("probe", i)) for i, config in enumerate(sized_methods))
@@ -148,7 +147,7 @@ def measure_costs(
 
     rounds = _rounds_of(generate, probe, f"{method.source} drafter", new_tokens)
     target_laps, other_seconds = _cycle(rounds, probe, clock)
-    is_padded = runtime.name == "graphed"
+    is_padded = runtime.name == "graphed"  # CUDA graphs run passes of 1, 2, 4, … rows
     step_laps = probe.laps or [(1, 0.0)]  # none if one pass drafts all levels: these seconds are in `probe.once`
     step, verify_seconds = curve(step_laps, padded=is_padded and has_structure), curve(target_laps, padded=is_padded)
     unshared = (0.0, 0.0, 0.0)  # of a draft step, a verification, a step of plain decoding (see `Costs`)
@@ -160,7 +159,7 @@ def measure_costs(
 
 
 def _plain_seconds(rounds: Iterator[Round]) -> float:
-    """The typical seconds of a round of plain decoding, without the prefill."""
+    """The `typical` seconds (lower quartile) of a round of plain decoding, without the prefill."""
     seconds: list[float] = []
     for number, r in enumerate(rounds):
         seconds += [r.seconds] if number else []
@@ -172,11 +171,12 @@ def _plain_seconds(rounds: Iterator[Round]) -> float:
 def _rounds_of(
     generate: Callable[[], Iterator[Round]], probe: "_ProbeStructure | _SizesInTurn", drafter: str, n_tokens: int
 ) -> Iterator[Round]:
-    """The rounds of generations of so many `n_tokens`, without end. Raises `UserError` if `drafter` drafts nothing."""
+    """The rounds of one generation of `n_tokens` tokens after another, without end. Raises `UserError` if `drafter`, a
+    name, drafts nothing."""
     while True:
         has_drafted = probe.counts_empty
         for number, r in enumerate(generate()):
-            if r.drafted or (number and probe.counts_empty):
+            if r.drafted or (number and probe.counts_empty):  # without a draft only if 0 is a measured size
                 has_drafted = True
                 yield r
         if not has_drafted:
@@ -233,7 +233,8 @@ class _Passes(Runtime):
 class _ProbeStructure(Structure):
     """Cycles through several structures by round. laps: (width, seconds) of every draft step, from one forward pass to
     the next or to the end of the draft. once: seconds of the first step of a `OnePass` drafter, whose pass drafts all
-    tokens; it is in no lap. tried, right: drafted tokens, and those that the target accepted, by index (see `Tuning`).
+    tokens; it is in no lap. tried, right: drafted tokens, and those that the target accepted, by index: the position in
+    a chain, or the band of q.
     """
 
     counts_empty = False  # whether a round without a draft is measured
@@ -255,13 +256,14 @@ class _ProbeStructure(Structure):
     def draft(self, source: Source, root: Tensor, limit: int) -> DraftTree:
         tree = self._active.draft(source, root, limit)
         laps = cast(TimedModel, source).laps()
-        self.once += [seconds for _, seconds in laps[: self._one_pass]]
+        self.once += [seconds for _, seconds in laps[: self._one_pass]]  # the first lap, or none
         self.laps += laps[self._one_pass :]
         return tree
 
     def observe(self, tree: DraftTree, accepted_nodes: Sequence[int]) -> None:
+        """Count the outcomes. Unlike in the base class no stop rule learns."""
         if not len(tree):
-            return
+            return  # the same size is tried again
         for index, tried_count, right_count in self._active.trials(tree, accepted_nodes):
             self.tried[index] += tried_count
             self.right[index] += right_count
@@ -294,6 +296,7 @@ class _SizesInTurn:
         return drafter
 
     def search_size(self) -> int:
+        """The number of nodes to search for in this round; some may not be submitted (see `count`)."""
         self._turn += 1
         return next(size for size in SEARCH_SIZES if size >= self._size)
 

@@ -1,8 +1,8 @@
 """Recorded answers of a target, as token ids.
 
-Recordings are files of generate-responses, which have token ids (`read_responses`), or answer files in the layout of
-MT-Bench and Spec-Bench: one JSON object a line, {"question_id", "choices": [{"turns": [answer, …]}]}. These hold text,
-so the ids that the target emitted are recovered by tokenising (`recordings`).
+Recordings are files of the command generate-responses, which have token ids (`read_responses`), or answer files in the
+layout of MT-Bench and Spec-Bench: one JSON object a line, {"question_id", "choices": [{"turns": [answer, …]}]}. Answer
+files hold text, so the ids that the target emitted are recovered by tokenising (`recordings`).
 
 The prompt format of such a text is Vicuna's. The system's text (the prompt's, if it has one) and the question up to
 "ASSISTANT:" are tokenised as one text, which the answer continues after a space. The end token follows, and the next
@@ -30,18 +30,18 @@ class Vocabulary:
     """The parts of a tokenizer that replay needs."""
 
     encode: Callable[[str], list[int]]  # without special tokens
-    bos: int | None
+    bos: int | None  # before the first prompt of a conversation; None: nothing is
     eos: int
-    vocabulary_digest: str
-    tokenizer_digest: str = ""
+    vocabulary_digest: str  # of the texts of all tokens, by id
+    tokenizer_digest: str = ""  # of everything that determines the ids of a text
     vocabulary_size: int | None = None  # of the model that recorded
 
 
 @dataclass(frozen=True)
 class RecordedTurn:
-    """One turn: the ids of the target's prompt and of its answer, end token included.
+    """One turn of a conversation: the ids of the target's prompt and of its answer, end token included.
 
-    ended: by its end token, not cut. greedy: whether the answer is known to be greedy.
+    ended: whether the answer has its end token, and was not cut. greedy: whether the answer is known to be greedy.
     """
 
     id: str
@@ -87,24 +87,22 @@ def _parse_answer(record: object, where: str) -> tuple[str, tuple[str, ...]]:
 def recordings(
     prompts: Sequence[Prompt], answers_by_id: Mapping[str, Sequence[str]], vocabulary: Vocabulary
 ) -> list[RecordedTurn]:
-    """Every turn of every prompt with its recorded answer. Earlier turns are the later ones' context.
+    """Every turn of every prompt with its recorded answer. The context of a turn has all earlier turns.
 
     Every answer is assumed to end with the end token. This is wrong for an answer that the recorder truncated, which
-    its text does not show.
-
-    Raises `UserError` for a prompt without an answer to each of its turns.
+    its text does not show. Raises `UserError` for a prompt without an answer to each of its turns.
     """
     turns = []
     for prompt in prompts:
-        if prompt.id not in answers_by_id:
-            raise UserError(f"prompt {prompt.id}: no answer to it in the transcripts; give the prompts they belong to")
-        if len(prompt.turns) != len(answers_by_id[prompt.id]):
-            raise UserError(
-                f"prompt {prompt.id}: {len(prompt.turns)} turns, but {len(answers_by_id[prompt.id])} answers in the "
-                "transcripts; give the prompts they belong to"
-            )
-        past_ids, system = ([] if vocabulary.bos is None else [vocabulary.bos]), f"{prompt.system or VICUNA_SYSTEM} "
-        for turn_id, question, answer in zip(prompt.turn_ids, prompt.turns, answers_by_id[prompt.id], strict=True):
+        answers, remedy = answers_by_id.get(prompt.id), "give the prompts they belong to"
+        if answers is None:
+            raise UserError(f"prompt {prompt.id}: no answer to it in the transcripts; {remedy}")
+        if len(prompt.turns) != len(answers):
+            counts = f"{len(prompt.turns)} turns, but {len(answers)} answers in the transcripts"
+            raise UserError(f"prompt {prompt.id}: {counts}; {remedy}")
+        past_ids = [] if vocabulary.bos is None else [vocabulary.bos]
+        system = f"{prompt.system or VICUNA_SYSTEM} "  # before the first question only
+        for turn_id, question, answer in zip(prompt.turn_ids, prompt.turns, answers, strict=True):
             opening = f"{system}USER: {question} ASSISTANT:"
             head_ids, system = vocabulary.encode(opening), ""
             all_ids = vocabulary.encode(f"{opening} {answer}")
@@ -130,13 +128,14 @@ def _read_turns(file: Path, vocabulary: Vocabulary) -> Iterator[RecordedTurn]:
     for line_number, raw_record in read_file(file):
         where = f"{file}:{line_number}"
         try:
-            record = to_record(raw_record, find_layout(raw_record, "auto", None, where), where)
+            record = to_record(raw_record, find_layout(raw_record, layout="auto", column=None, where=where), where)
         except SkipRecordError as error:
             raise UserError(f"{where}: {error}; remove this record") from None
-        fields, tokenized = raw_record if isinstance(raw_record, dict) else {}, record.get("written")
+        fields = raw_record if isinstance(raw_record, dict) else {}
+        tokenized = record.get("written")  # the ids of the record's texts, and which spans of ids are answers
         if tokenized is None:
             raise UserError(f"{where}: no token ids of the target in it; give prompts= with a file of answers as text")
-        if not vocabulary.tokenizer_digest.startswith(tokenized.tokenizer):
+        if not vocabulary.tokenizer_digest.startswith(tokenized.tokenizer):  # the record has its first 16 digits
             raise UserError(f"{where}: its tokens are of another tokenizer; give the target's")
         spans = [(document.ids, begin, end) for document in tokenized.documents for begin, end in document.answers]
         for turn_number, (ids, begin, end) in enumerate(spans, 1):

@@ -2,10 +2,9 @@
 
 Greedy decoding gives the same text with every drafter. So a recording gives the exact τ of a drafter that reads only
 tokens, or also the target's first layers; no other weights are needed. The loop is that of decoding, `decode_rounds`.
-The session runs only the layers that the drafter shares with the target, and the selector chooses the recorded tokens.
-τ along a sampled answer is teacher-forced: a draft is accepted if it is what the target happened to sample.
-
-The command is in `inference.evaluate.replaying`.
+In decoding a session runs the target and a selector chooses tokens from its logits. Here the session runs only the
+layers that the drafter shares with the target, and the selector chooses the recorded tokens. A row is a token that a
+session runs. τ along a sampled answer is teacher-forced: a draft is accepted if the target happened to sample it.
 """
 
 import time
@@ -39,12 +38,15 @@ from outrider.inference.settings.kinds import SMALL_LM
 from outrider.inference.settings.method import MethodConfig
 
 CPU = torch.device("cpu")
+# From the number of target layers that the drafter shares, the rows that a cache holds, and the most tokens of a text.
+MakeSession = Callable[[int, int, int], Session]
 
 
 class RecordedSession(WholeSession):
-    """The session of a drafter that shares nothing with the target: it counts rows and runs no layer.
+    """The session of a drafter that shares no layer with the target: it counts rows and runs no layer.
 
     Logits [n, 0] have no columns, since `RecordedSelector` reads none. The target's last hidden state [1, width] is 0.
+    split (not read), capacity, context: see `MakeSession`. vocabulary: the number of the target's ids, at most.
     """
 
     dtype = torch.float32
@@ -72,7 +74,7 @@ class RecordedSession(WholeSession):
 
 
 class FirstLayersSession(TargetSession):
-    """The session of a drafter that shares the target's first layers. Only these layers run."""
+    """The session of a drafter that shares the target's first layers, for `train.calibrate`. Only these run."""
 
     def finish(self, rows: Sequence[int] | None = None, *, last_only: bool = False) -> Tensor:
         self.finished = range(self.rows) if rows is None else rows
@@ -100,7 +102,7 @@ class RecordedSelector(TokenSelector):
         return VerifiedDraft(proposed, accepted_nodes, self._token(bonus_token), bonus_token)
 
     def _after(self, depth: int) -> int:
-        """The recorded token after a node of that depth, if the path to the node is the recorded one."""
+        """The recorded token after a node of that depth (the root: 0), if the path to the node is the recorded one."""
         return self._recorded[min(self._position + depth, len(self._recorded) - 1)]
 
 
@@ -113,12 +115,11 @@ def replay(
     max_new_tokens: int,
     eos: Collection[int] = (),
     clock: Clock = time.perf_counter,
-    session: Callable[[int, int, int], Session] = RecordedSession,
+    session: MakeSession = RecordedSession,
 ) -> Iterator[Round]:
-    """The rounds in which `speculative` would have decoded the recorded `answer` to `prompt`, from the prefill on.
+    """The rounds, the prefill first, in which decoding with `drafter` would have written the recorded `answer`.
 
-    The answer ends with an end token, or is at least max_new_tokens long. session: makes one of
-    (split, capacity, context). Raises `UserError` if the answer is empty.
+    The answer ends with an end token, or is at least max_new_tokens long. Raises `UserError` if the answer is empty.
     """
     if not answer:
         raise UserError("empty recorded answer: expected the target's tokens, the end token included")
@@ -130,8 +131,11 @@ def replay(
 
 def load_replayed(
     config: ReplayConfig, vocabulary: Vocabulary, turns: Sequence[RecordedTurn]
-) -> tuple[Drafters, Callable[[int, int, int], Session]]:
-    """The drafters, and what makes the session of a turn (see `replay`)."""
+) -> tuple[Drafters, MakeSession]:
+    """The drafters, and what makes the session of a turn.
+
+    A small LM is loaded for a target that has a tokenizer only, with as many ids as the turns and the LM need.
+    """
     if config.small_lm is None:
         return load_drafters(config, vocabulary), RecordedSession
     target, device = open_unseen(config.tokenizer), pick_device("auto")
@@ -148,7 +152,7 @@ def drafts_in_one_pass(drafters: Drafters) -> bool:
     """Whether the small LM, if there is one, drafts all tokens in one pass (PARD)."""
     model = drafters.get(SMALL_LM.name)
     lms = [] if model is None else SMALL_LM.load_plugin().causal_lms(model)
-    return any(pass_tokens_of(lm.config)[0] is not None for lm in lms)
+    return any(pass_tokens_of(lm.config)[0] is not None for lm in lms)  # [0]: the id of the mask
 
 
 def replay_turns(
@@ -157,27 +161,26 @@ def replay_turns(
     drafters: Drafters,
     turns: Sequence[RecordedTurn],
     config: ReplayConfig,
-    make_session: Callable[[int, int, int], Session] = RecordedSession,
+    make_session: MakeSession = RecordedSession,
 ) -> list[Generation]:
     """Replay every recorded turn as `method` would have decoded it, up to its end token.
 
-    The budget is max_new_tokens, or the length of a longer answer, so drafts do not know where an answer ends.
+    The budget of an answer that ended is max_new_tokens or, if larger, its length: so drafts do not know where it ends.
     """
     generations = []
     drafter_model = drafters.get(method.source)
     # Drafts are computed on the device of the small LM, which a clock without synchronisation does not wait for.
     clock = synchronized_clock if SMALL_LM.name in drafters and torch.cuda.is_available() else time.perf_counter
+    replay_turn = partial(replay, clock=clock, session=make_session)
     for turn in track_progress(turns, f"replaying by {name}", "turns"):
-        runs_in_engine = bool(config.draft_tokens) and refusal_of("", method) is None
+        runs_in_engine = bool(config.draft_tokens) and refusal_of("", method) is None  # a serving engine, as vLLM
         if runs_in_engine and isinstance(drafter_model, TrigramTable):  # it drafts chains in an engine, but trees here
             generations.append(replay_chains(drafter_model, turn.prompt, turn.answer, draft_length(method)))
             continue
         drafter = new_drafter(method, drafters, Streams(config.seed, turn.id).within(name))
         max_tokens = max(config.max_new_tokens * turn.ended, len(turn.answer))
         eos_ids = {turn.answer[-1]} if turn.ended else set[int]()
-        rounds = replay(
-            drafter, turn.prompt, turn.answer, max_new_tokens=max_tokens, eos=eos_ids, clock=clock, session=make_session
-        )
+        rounds = replay_turn(drafter, turn.prompt, turn.answer, max_new_tokens=max_tokens, eos=eos_ids)
         generations.append(collect(rounds, clock))
     return generations
 
@@ -191,4 +194,4 @@ def replay_chains(table: TrigramTable, prompt: Sequence[int], text: Sequence[int
         Round(tokens, drafted=length, accepted=len(tokens) - 1, depth=length, seconds=spent, structure_seconds=spent)
         for length, tokens, spent in chain_rounds(table, prompt, text, max_draft)
     )
-    return Generation(tuple(text), 0.0, sum(round_.seconds for round_ in rounds), rounds)
+    return Generation(tuple(text), prefill_seconds=0.0, decode_seconds=sum(r.seconds for r in rounds), rounds=rounds)

@@ -1,31 +1,24 @@
-"""The report of a replay: the figures of each method, as JSON and as a table."""
+"""The report of a replay: the figures of each method, as JSON and as a table.
 
-import statistics
+A replay decodes recorded answers anew, with the drafts of a method and without the target (see `replay_turns`).
+"""
+
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 
 from outrider.base.files import write_atomically, write_json
 from outrider.base.machine import describe_machine
 from outrider.base.words import Columns, fill_table
 from outrider.draft_models.early_exit.checkpoint import provenance
 from outrider.inference.core.rounds import Generation
+from outrider.inference.measure import statistics
 from outrider.inference.measure.recordings import RecordedTurn
-from outrider.inference.measure.statistics import (
-    DecodeStatistics,
-    DepthAcceptance,
-    Loops,
-    MedianInterval,
-    acceptance_by_position,
-    count_loops,
-    decode_statistics,
-    loop_length,
-    structure_statistics,
-)
 from outrider.inference.settings.evaluate import ReplayConfig
 from outrider.inference.settings.method import MethodConfig
 
-REPLAYED: Columns = {
+REPLAYED: Columns = {  # title: template of cells (.3f: as of `format`; "?": also zero as a dash), and "": unexplained
     "method": ("{method}", ""),
     "τ": ("{tau:.3f?}", ""),
     "τ without loops": ("{tau_without_loops:.3f?}", ""),
@@ -35,18 +28,19 @@ REPLAYED: Columns = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class TurnsReplay(DecodeStatistics):
-    """The figures of a method on recorded turns."""
+class TurnsReplay(statistics.DecodeStatistics):
+    """The figures of a method on recorded turns. loops: the texts that repeat a cycle of tokens."""
 
-    loops: Loops
+    loops: statistics.Loops
 
 
 @dataclass(frozen=True, kw_only=True)
 class MethodReplay(TurnsReplay):
     """The figures of a method on all recorded turns. draft_us: median microseconds that a round spent drafting.
 
-    greedy_turns: those whose answers are known to be greedy. τ of the others is teacher-forced. expected: the speed-up
-    over plain decoding in the engine behind `config.server`.
+    greedy_turns: the number of turns whose answers are known to be greedy. τ of the others is teacher-forced: a draft
+    is accepted if it was sampled. expected: the speed-up over plain decoding in the engine behind `config.server`.
+    structure: means over rounds by name. acceptance_by_position: by depth in the draft.
     """
 
     method: str
@@ -55,11 +49,11 @@ class MethodReplay(TurnsReplay):
     tokens: int
     structure: Mapping[str, float]
     draft_us: float | None
-    acceptance_by_position: tuple[DepthAcceptance, ...]
+    acceptance_by_position: tuple[statistics.DepthAcceptance, ...]
     tau_without_loops: float
     by_category: Mapping[str, TurnsReplay]
     settings: MethodConfig
-    expected: MedianInterval | None = None
+    expected: statistics.MedianInterval | None = None
 
 
 def replay_report(
@@ -74,18 +68,19 @@ def replay_report(
         turns=len(turns),
         greedy_turns=sum(turn.greedy for turn in turns),
         tokens=sum(len(g.tokens) for g in generations),
-        **vars(decode_statistics(generations)),
-        loops=count_loops([g.tokens for g in generations]),
-        structure=structure_statistics(generations),
-        draft_us=1e6 * statistics.median(draft_seconds) if draft_seconds else None,
-        acceptance_by_position=acceptance_by_position(generations),
-        tau_without_loops=decode_statistics(g for g in generations if not loop_length(g.tokens)).tau,
-        by_category={
-            category: TurnsReplay(**vars(decode_statistics(group)), loops=count_loops([g.tokens for g in group]))
-            for category, group in by_category.items()
-        },
+        **vars(_turns_replay(generations)),
+        structure=statistics.structure_statistics(generations),
+        draft_us=1e6 * median(draft_seconds) if draft_seconds else None,
+        acceptance_by_position=statistics.acceptance_by_position(generations),
+        tau_without_loops=_turns_replay([g for g in generations if not statistics.loop_length(g.tokens)]).tau,
+        by_category={category: _turns_replay(group) for category, group in by_category.items()},
         settings=method,
     )
+
+
+def _turns_replay(generations: Sequence[Generation]) -> TurnsReplay:
+    loops = statistics.count_loops([g.tokens for g in generations])
+    return TurnsReplay(**vars(statistics.decode_statistics(generations)), loops=loops)
 
 
 def write_replay(config: ReplayConfig, out_dir: Path, reports: Sequence[MethodReplay]) -> None:
@@ -93,14 +88,14 @@ def write_replay(config: ReplayConfig, out_dir: Path, reports: Sequence[MethodRe
     write_atomically(out_dir / "report.md", markdown.encode())
     config_keys = ("transcripts", "tokenizer", "max_new_tokens", "seed", "table", "small_lm", "server", "server_model",
             "draft_server")  # fmt: skip
-    run_info = {
+    content = {
         "target": "replay",
         **{key: getattr(config, key) for key in config_keys},
         "machine": describe_machine("cpu"),
         "made_with": provenance(),
+        "reports": [{"method": report.method, **asdict(report)} for report in reports],
     }
-    rows = [{"method": report.method, **asdict(report)} for report in reports]
-    write_json(out_dir / "report.json", {**run_info, "reports": rows})
+    write_json(out_dir / "report.json", content)
     print(f"{markdown}\nreport: {out_dir / 'report.md'}", flush=True)
 
 

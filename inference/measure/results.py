@@ -5,6 +5,8 @@
 
 Only complete lines count: an unfinished line of a killed process is ignored. Every process of every run has its own
 file, so nothing is written after such a line. Every line, and run.json, contains its own digest.
+
+An arm is a way to decode: a method, or a baseline. A turn is one question of a conversation, with what came before it.
 """
 
 import json
@@ -28,7 +30,7 @@ from outrider.inference.core.token_selector import TokenSelector, VerifiedDraft
 from outrider.inference.core.tree import DraftTree
 from outrider.inference.measure.lossless import Deviation
 
-_SEAL = "sha256"
+_SEAL = "sha256"  # the key of a record's digest
 NODES_KEPT = 1000  # most nodes of a text's trees in all, so that report.html stays below a megabyte
 
 VerifiedTree = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # tokens, parents, the accepted nodes
@@ -59,7 +61,7 @@ class TreeLog(TokenSelector):
 
     def verify(self, tree: DraftTree, logits: Tensor) -> VerifiedDraft:
         verified = super().verify(tree, logits)
-        if 0 <= verified.bonus < logits.shape[-1]:  # otherwise the root is verified again, alone
+        if 0 <= verified.bonus < logits.shape[-1]:  # else the logits are not finite: the root is verified anew, alone
             self.verified.append((tuple(verified.tokens), tuple(tree.parents), tuple(verified.nodes)))
         return verified
 
@@ -76,12 +78,13 @@ def shown_rounds(first_token: int, rounds: Sequence[Round], verified: Sequence[V
 
 @dataclass(frozen=True)
 class PromptResult:
-    """One prompt continued by every arm.
+    """One turn continued by every arm.
 
-    profiles: runs of our arms with a clock that synchronises with the device, if the timed ones do not (CUDA), for the
-    split of a round's time. deviations: of the judged arms (see `lossless`). answer: plain decoding's first repeat.
-    conversation: the id of the prompt to which this turn belongs. shown: recorded rounds by method, if this text was
-    chosen for display. group: names the texts that were decoded together, if there were several; see `unit`.
+    prompt: token ids. generations: by arm. reference: the arm whose text the others are compared with. profiles: runs
+    of our arms with a clock that synchronises with the device, if the timed ones do not (CUDA), for the split of a
+    round's time. deviations: of the judged arms (see `lossless`). answer: plain decoding's text in the first of its
+    repeated runs. conversation: the id of the prompt to which this turn belongs. shown: recorded rounds by method, if
+    this text was chosen for display. group: names the texts that were decoded together, if several; see `unit`.
     """
 
     prompt_id: str
@@ -135,7 +138,7 @@ class MeasuredPrompt:
 
     position: the prompt's index in the run, the key of its results. threads: CPU threads used; 0: not recorded. spent:
     seconds of all runs until it was done. peak_bytes: its process's peak memory until then, on the GPU if it used one;
-    0: not recorded. cpu_share, load: for `judge_load`; None: not recorded.
+    0: not recorded. cpu_share: of the threads' time; load: the machine's average; None: not recorded.
     """
 
     position: int
@@ -156,9 +159,8 @@ def open_run(folder: Path, settings: Mapping[str, object], resume: bool) -> obje
     """
     path, results = folder / RUN_FILE, read_results(folder)
     if not resume and (results or (folder / REPORT_FILE).exists()):
-        raise UserError(
-            f"out_dir={folder}: holds results already; resume=true continues them, another out_dir keeps both"
-        )
+        remedy = "resume=true continues them, another out_dir keeps both"
+        raise UserError(f"out_dir={folder}: holds results already; {remedy}")
     if results and not path.exists():
         raise UserError(f"resume=true: {folder} holds results, but no {RUN_FILE} that says how they were made")
     if not (resume and path.exists()):
@@ -169,7 +171,7 @@ def open_run(folder: Path, settings: Mapping[str, object], resume: bool) -> obje
         run = unseal_record(run_json)
     except UserError as error:
         raise UserError(f"{path}: damaged {file_label} ({error}); {remedy}") from None
-    old_keys = {*construct(dict[str, object], run["settings"])}  # of another command's options maybe, which are fewer
+    old_keys = {*construct(dict[str, object], run["settings"])}  # another command has fewer settings
     check_identity(run["settings"], {key: value for key, value in settings.items() if value or key in old_keys}, folder)
     return run["prepared"]
 
@@ -213,7 +215,7 @@ def read_results(folder: Path) -> dict[int, MeasuredPrompt]:
 
 
 def finished_results(folder: Path, group_size: int) -> list[MeasuredPrompt]:
-    """The results in `folder` by position, of groups of `group_size` prompts that are whole."""
+    """The results in `folder` by position, of whole groups of `group_size` prompts, which divides their number."""
     results = read_results(folder)
     counts = Counter(position // group_size for position in results)
     return [measured for position, measured in sorted(results.items()) if counts[position // group_size] == group_size]
@@ -226,10 +228,8 @@ def read_lines(path: Path, record_type: type[Record]) -> Iterator[Record]:
         try:
             yield construct(record_type, unseal_record(parse_json(line)))
         except UserError as error:
-            raise UserError(
-                f"{path}:{line_number}: not a result of this version ({error}); remove the file and "
-                "resume=true measures what was in it again"
-            ) from None
+            remedy = "remove the file and resume=true measures what was in it again"
+            raise UserError(f"{path}:{line_number}: not a result of this version ({error}); {remedy}") from None
 
 
 def seal_record(value: Mapping[str, object]) -> dict[str, object]:

@@ -1,8 +1,8 @@
 """Timing statistics: speed-ups with confidence intervals, prefill times, and the parts of a token's time.
 
 Turns of one conversation are correlated, and texts that were decoded together have the same rate. So the bootstrap
-resamples whole conversations, or whole groups of texts. Statements about a baseline are measured like everything else,
-so that they can be checked.
+resamples whole conversations, or whole groups of texts. An arm is a way to decode: a method, or a baseline. A round is
+one pass of the target.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,8 +31,8 @@ def select_timed(results: Sequence[PromptResult], *arms: str) -> list[PromptResu
 
 
 def without_loops(results: Sequence[PromptResult], *arms: str) -> list[PromptResult]:
-    """Results without a loop in these arms. Texts that were decoded together share a pace: none of a group with a loop
-    stays."""
+    """Results without a loop (a text that repeats a cycle of tokens) in these arms. Texts that were decoded together
+    share a pace, so a group with a loop is left out as a whole."""
     loop_flags = [any(statistics.loop_length(r.generations[arm].tokens) for arm in arms) for r in results]
     looped_groups = {r.group for r, looped in zip(results, loop_flags, strict=True) if looped and r.group is not None}
     return [r for r, looped in zip(results, loop_flags, strict=True) if not looped and r.group not in looped_groups]
@@ -74,10 +74,7 @@ def prefill_seconds(results: Sequence[PromptResult], arm: str, streams: Streams)
 
 
 def tokens_per_second(results: Sequence[PromptResult], arm: str, *, prefill: bool = False) -> float | None:
-    """Decoded tokens per second over all prompts; None for an arm that decoded none.
-
-    prefill: of whole answers, with the prefill's time and token.
-    """
+    """Decoded tokens per second over all prompts; None for an arm that decoded none. prefill: included."""
     generations = [r.generations[arm] for r in results if arm in r.generations]
     timed_generations = [g for g in generations if prefill or len(g.tokens) > 1]
     total_seconds = sum(g.decode_seconds + prefill * g.prefill_seconds for g in timed_generations)
@@ -85,7 +82,8 @@ def tokens_per_second(results: Sequence[PromptResult], arm: str, *, prefill: boo
 
 
 def parts_of_time(results: Sequence[PromptResult], arm: str) -> dict[str, float]:
-    """Seconds of decoding by part of a round over all prompts; "other" is the time outside the parts."""
+    """Seconds of decoding by part of a round over all prompts, of the arm's profile if there is one: a run whose clock
+    waits for the device (CUDA). structure: the drafter's work outside its passes; other: time outside the parts."""
     generations = [r.profiles.get(arm, r.generations[arm]) for r in results]
     rounds = [r for g in generations for r in g.rounds]
     part_seconds = {
@@ -102,15 +100,16 @@ def time_of_a_plain_token(results: Sequence[PromptResult]) -> statistics.PlainTo
     round_count = sum(len(r.profiles.get(AUTOREGRESSIVE, r.generations[AUTOREGRESSIVE]).rounds) for r in results)
     if not round_count:
         return statistics.PlainToken()
-    token_us, fwd_us = (1e6 * seconds / round_count for seconds in (sum(part_seconds.values()), part_seconds["verify"]))
-    return statistics.PlainToken(token_us, fwd_us, token_us - fwd_us, 1 - fwd_us / token_us)
+    total_seconds, pass_seconds = sum(part_seconds.values()), part_seconds["verify"]
+    token_us, pass_us = 1e6 * total_seconds / round_count, 1e6 * pass_seconds / round_count
+    return statistics.PlainToken(token_us, pass_us, token_us - pass_us, 1 - pass_us / token_us)
 
 
 def break_even(results: Sequence[PromptResult], method: str) -> float | None:
-    """The acceptance rate at which this method is as fast as plain decoding.
+    """The acceptance rate at which this method is as fast as plain decoding; None if no drafted token was tested.
 
     A round with k tested tokens that takes s seconds emits 1 + v·k tokens; plain decoding takes t seconds a token.
-    They break even at v = (s/t − 1)/k.
+    The two are equally fast at v = (s/t − 1)/k, and over n rounds at v = (Σs/t − n)/Σk.
     """
     timed_results = select_timed(results, method, AUTOREGRESSIVE)
     rounds = [r for result in timed_results for r in result.generations[method].rounds]
@@ -132,7 +131,8 @@ def _ratio(result: PromptResult, arm: str, baseline: str, seconds_of: Callable[[
 
 
 def median_of(results: Sequence[PromptResult], values: Sequence[float], streams: Streams) -> statistics.MedianInterval:
-    """The median of `values`, one per result, and its interval, resampled by unit; prompts: the number of units."""
+    """The median of `values`, one per result, and its interval, resampled by `PromptResult.unit`, the conversation or
+    group; `prompts` of the result is the number of units."""
     if not values:
         return statistics.MedianInterval()
     median, interval = statistics.bootstrap_median(values, streams.arrays(), units=[r.unit for r in results])

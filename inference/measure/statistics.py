@@ -22,17 +22,17 @@ import torch
 from outrider.inference.core.drafter import CANDIDATE, CHOSEN, OBSERVED, TRIED
 from outrider.inference.core.rounds import Generation, Round
 
-OPTIONAL = {"optional": True}  # of a field that a report leaves out while it is None (see `inference.report.types`)
+OPTIONAL = {"optional": True}  # of a field that report.json leaves out while the field is None
+MIN_PROMPTS = 5  # conversations of any number of turns; fewer give no meaningful interval, so no verdict
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeStatistics:
     """τ and its parts over generations of one method (paper's symbols: v_d, r_d, HM), and what other papers report.
 
-    tau: tokens per target pass, bonus included, prefill excluded.
+    tau: tokens per round, which is a pass of the target, its own token (the bonus) included, the prefill excluded.
     acceptance_rate v_d: accepted / drafted, without what a chain drafted after an accepted end token.
-    draft_share r_d: accepted / all output tokens.
-    harmonic_mean: of the two.
+    draft_share r_d: accepted / all output tokens. harmonic_mean: of the two.
     tau_of_requests: the mean over requests of each one's τ; `tau` pools all rounds instead, so that long answers count
     for more. accepted_per_round: accepted draft tokens per round, that is τ without the bonus, pooled.
     accepted_per_round_of_requests: its mean over requests. Requests that the prefill ended have no rounds.
@@ -74,7 +74,10 @@ def count_tested(rounds: Iterable[Round]) -> int:
 
 
 def _tested_depth(round_: Round) -> int:
-    """The depth to which a draft was tested: that of its last emitted token if the answer ends within the draft."""
+    """The depth to which a draft was tested: that of its last emitted token if the answer ends within the draft.
+
+    Otherwise the last token is the target's own, so there are more tokens than accepted ones.
+    """
     return round_.accepted if 0 < len(round_.tokens) <= round_.accepted else round_.depth
 
 
@@ -83,12 +86,12 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def structure_statistics(generations: Iterable[Generation]) -> dict[str, float]:
-    """Means of the structure's sums (see `Structure.totals`) over the rounds that it drafted; empty if it has none.
+    """Means over rounds of what the draft's structure (chain or tree) summed in `totals`; empty if it summed nothing.
 
     Candidates and chosen sizes are not among them, see `acceptance_by_candidates` and `chosen_sizes`.
     """
     generations = list(generations)
-    # Older results do not tell the rounds, and those of a text without a sum had no draft.
+    # Some stored results do not tell `OBSERVED`, the rounds with a draft. The rounds of a text without a sum had none.
     round_count = sum(g.totals.get(OBSERVED, len(g.rounds)) for g in generations if g.totals) or 1
     excluded_prefixes = (TRIED, CANDIDATE, CHOSEN, OBSERVED)
     names = sorted({name for g in generations for name in g.totals if not name.startswith(excluded_prefixes)})
@@ -97,7 +100,7 @@ def structure_statistics(generations: Iterable[Generation]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class SourceRounds:
-    """The rounds whose drafts are from one source (see `Round.source`), and their τ."""
+    """The number of rounds whose drafts are from one source (model, text so far or n-gram table), and their τ."""
 
     rounds: int
     tau: float
@@ -139,8 +142,7 @@ def chosen_sizes(generations: Iterable[Generation]) -> dict[str, ChosenSize]:
 def acceptance_by_candidates(generations: Iterable[Generation]) -> list[float]:
     """MCSD's acceptance by k: the share of nodes at which one of the first k = 1, 2, … candidates was accepted.
 
-    Candidates are tried in order, so this is the acceptance of a tree with k of them.
-    Empty for structures without candidates.
+    Candidates are tried in order, so this is the acceptance of a tree with k of them. Empty for other structures.
     """
     totals: Counter[str] = Counter()
     for generation in generations:
@@ -162,11 +164,9 @@ class DepthAcceptance:
 def acceptance_by_position(
     generations: Iterable[Generation], *, given_previous: bool = False
 ) -> tuple[DepthAcceptance, ...]:
-    """The acceptance at depth i = 1, 2, …
-
-    In a chain depth i is the i-th token. given_previous: the conditional acceptance, over only those rounds whose path
-    reached i − 1. Depths without such rounds are left out. A draft is tested up to an accepted end token only.
-    """
+    """The acceptance at depth i = 1, 2, … In a chain depth i is the i-th token. given_previous: the conditional
+    acceptance, over only those rounds that accepted to depth i − 1. Depths without such rounds are left out. A draft is
+    tested up to an accepted end token only."""
     round_depths = [(r.accepted, _tested_depth(r)) for g in generations for r in g.rounds]
     depth_rows = []
     for position in range(1, max((tested for _, tested in round_depths), default=0) + 1):
@@ -183,7 +183,6 @@ class MedianInterval:
     """The median over prompts of a ratio or a time, its 95 % interval and the number of prompts; None without values.
 
     An interval over fewer than `MIN_PROMPTS` prompts says nothing, and is not shown.
-
     vs_transformers_generate: the same over transformers' `generate`, of a speed-up over plain decoding.
     """
 
@@ -243,8 +242,7 @@ def bootstrap_tau_gain(counts: np.ndarray, generator: np.random.Generator) -> tu
 
 
 def coverage_by_category(vocabulary: Iterable[int], texts: Iterable[tuple[str, Sequence[int]]]) -> dict[str, float]:
-    """The share of `vocabulary` tokens among those of `texts` (a category, and a text's tokens), overall ("all") and by
-    category."""
+    """The share of tokens of `texts`, as (category, tokens), that `vocabulary` has: overall ("all") and by category."""
     vocabulary, token_counts, covered_counts = set(vocabulary), Counter[str](), Counter[str]()
     for category, tokens in texts:
         for name in ("all", category):
@@ -291,10 +289,10 @@ def count_loops(texts: Sequence[tuple[int, ...]]) -> Loops:
 
 @dataclass(frozen=True)
 class PlainToken:
-    """The mean time of a token of the autoregressive arm, and the part of it outside the model's pass.
+    """The mean time of a token of plain decoding, in microseconds, and its parts; None if no token was decoded.
 
-    host: choosing the token and transferring it, cache bookkeeping, stop strings and the loop, in microseconds and as a
-    share. On CUDA it is timed with synchronisation, which makes pass and host longer. None if no token was decoded.
+    host: what is outside the model's pass: choosing the token and transferring it, cache bookkeeping, stop strings and
+    the loop. On CUDA the token is timed with synchronisation, which makes pass and host longer.
     """
 
     token_us: float | None = None
@@ -305,7 +303,8 @@ class PlainToken:
 
 @dataclass(frozen=True)
 class MachineLoad:
-    """Medians over prompts, and why the speeds are unreliable; None for values not recorded, and if it was not busy."""
+    """Medians over prompts of the share of its threads' CPU time that the process got, and of the load average; None if
+    not recorded. busy: why the speeds are unreliable; None if the machine was not busy."""
 
     cpu_share: float | None = None
     load_average: float | None = None
@@ -317,7 +316,6 @@ class MachineLoad:
         return [f"{self.busy} Do not quote these speeds; no speed is judged.{advice}"] if self.busy else []
 
 
-MIN_PROMPTS = 5  # conversations of any number of turns; fewer give no meaningful interval, so no verdict
 # Conditions common to all prompts of a run shift all its speed-ups together: memory placement, the kernels chosen at
 # load, the machine's temperature. An interval over prompts does not include them.
 MARGIN = 0.02
@@ -326,7 +324,7 @@ MARGIN = 0.02
 def judge_speed(speedup: MedianInterval, busy_reason: str | None = None) -> str:
     """ "faster" or "slower" if the whole interval is beyond 1 by more than `MARGIN`, else "undecided".
 
-    busy_reason: why speeds of that run are unreliable (see `judge_load`).
+    busy_reason: why speeds of that run are unreliable; None if they are reliable.
     """
     if busy_reason or speedup.ci95 is None or speedup.prompts < MIN_PROMPTS:
         return "undecided"

@@ -24,12 +24,15 @@ from outrider.inference.core.rounds import Generation
 from outrider.inference.measure.results import Arm
 from outrider.inference.measure.statistics import MachineLoad
 
-LEAST_SHARE = 0.8  # of its threads' CPU time; one other process on two cores leaves 0.67 to 0.75
-MOST_LOAD = 0.75  # above the number of cores; background work of a quiet system adds about 0.2
+LEAST_SHARE = 0.8  # of the CPU time of the process's threads; one other process on two cores leaves 0.67 to 0.75
+MOST_LOAD = 0.75  # of the load average above the number of cores; background work of a quiet system adds about 0.2
 
 
 class CpuWatch:
-    """Measures the share of CPU time that this process gets per thread while arms wrapped by `around` run."""
+    """Measures the share of CPU time that this process gets per thread while arms wrapped by `around` run.
+
+    An arm decodes a prompt in one way: by a method, or by a baseline.
+    """
 
     def __init__(
         self,
@@ -54,7 +57,7 @@ class CpuWatch:
         return run_watched
 
     def take(self) -> float | None:
-        """The share since the last call; None if nothing ran."""
+        """The share since the last call of `take`; None if nothing ran."""
         share = self._spent / self._possible if self._possible else None
         self._spent = self._possible = 0.0
         return share
@@ -70,7 +73,7 @@ def load_average() -> float | None:
 
 @functools.cache
 def warn_if_busy() -> None:
-    """Warn, once, that the machine is busy before a command begins. The steps of a pipeline do not warn."""
+    """Warn, once, that the machine is busy before a command begins. A step of a pipeline does not: the pipeline did."""
     load, cores = load_average(), os.cpu_count() or 1
     if load is not None and load > cores + MOST_LOAD and not progress.is_step:
         effects = "minutes= hold less, and speeds measured now get no verdict; end other programs, or run this later"
@@ -78,9 +81,9 @@ def warn_if_busy() -> None:
 
 
 def judge_load(cpu_shares: Iterable[float | None], loads: Iterable[float | None], cores: int) -> MachineLoad:
-    """The load from values per prompt. cores: the machine's number of cores."""
-    measurements = ([value for value in values if value is not None] for values in (cpu_shares, loads))
-    cpu_share, load = (statistics.median(values) if values else None for values in measurements)
+    """The load from values per prompt, None for a value that was not recorded. cores: the number of the machine."""
+    recorded_values = ([value for value in values if value is not None] for values in (cpu_shares, loads))
+    cpu_share, load = (statistics.median(values) if values else None for values in recorded_values)
     busy_signs = []
     if cpu_share is not None and cpu_share < LEAST_SHARE:
         busy_signs.append(f"plain decoding got {100 * cpu_share:.0f} % of the CPU time that its threads could use")

@@ -13,8 +13,8 @@ from outrider.inference.measure.statistics import MIN_PROMPTS
 class TimeLimit:
     """The time during which a command starts new work.
 
-    minutes: the total of all runs in its directory; None: no limit. started: when this run began, in seconds of
-    `clock`. earlier: seconds of the runs before it.
+    minutes: the total of all runs in the command's directory; None: no limit. started: when this run began, in seconds
+    of `clock`. earlier: seconds of the runs before this run.
     """
 
     minutes: float | None
@@ -41,8 +41,8 @@ class TimeLimit:
     def to_do(self, prompts: int, finished_positions: Collection[int]) -> tuple[list[int], int]:
         """The positions of the remaining prompts, in the order to run, and the number of them that must run.
 
-        With `minutes` the first of them are spread over all `prompts`, and as many must run as a verdict needs. If the
-        time was over before the run began, only those remain.
+        With `minutes` the first positions are spread over all `prompts`, and as many must run as a verdict needs. If
+        the time was over before the run began, only those that must run remain.
         """
         order = range(prompts) if self.minutes is None else spread_order(prompts)
         queue = [position for position in order if position not in finished_positions]

@@ -1,4 +1,9 @@
-"""From the measured generations of all prompts to the report of one method."""
+"""From the measured generations of all prompts to the report of one method.
+
+An arm is a way to decode: a method, plain decoding ("autoregressive"), or transformers' `generate`. A text loops if it
+repeats a cycle of tokens; drafts in a loop are nearly always accepted. A rounding tie is a difference of texts where
+two tokens have the same score up to rounding.
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -24,10 +29,10 @@ def build_report(
 ) -> types.MethodReport:
     """The report of one method, whose settings are `config`, over all prompts.
 
-    tuning: the measurements that "auto" sizes were chosen from.
+    seed: of the bootstraps. tuning: the measurements that "auto" sizes of drafts were chosen from.
     """
     generations = [r.generations[method] for r in results]
-    arms = {"autoregressive": AUTOREGRESSIVE, TRANSFORMERS: TRANSFORMERS, "speculative": method}
+    arms = {"autoregressive": AUTOREGRESSIVE, TRANSFORMERS: TRANSFORMERS, "speculative": method}  # by key of the report
     streams = Streams(seed).within(method, "bootstrap")
     figures = make_figures(results, method, streams)
     excuses_ties = conditions.computes_in in types.HALF_DTYPES
@@ -37,12 +42,12 @@ def build_report(
         method=method,
         conditions=conditions,
         settings=asdict(config),
+        seed=seed,
+        lossless=lossless,
         machine=describe_machine(conditions.device),
         made_with=provenance(),
         figures=replace(figures, speedup=speed.speedups_over_baselines(results, method, streams)),
         tokens=sum(len(g.tokens) for g in generations),
-        seed=seed,
-        lossless=lossless,
         structure=statistics.structure_statistics(generations),
         acceptance_by_candidates=tuple(statistics.acceptance_by_candidates(generations)),
         sources=statistics.count_rounds_by_source(generations),
@@ -70,8 +75,9 @@ def build_report(
 def method_verdict(method: str, lossless: types.Lossless, figures: types.Figures, conditions: types.Conditions) -> str:
     """The verdict: on the texts if they are wrong, else on the speed.
 
-    Texts are wrong if one differs from the reference's by more than a rounding tie, or if the judgement has a fault. If
-    plain decoding by this runtime is wrong itself, no method is to blame. Speed is judged on texts that do not loop.
+    Texts are wrong if one differs from the reference's by more than a rounding tie, or if the judgement, which is of
+    keys, values and logits, has a fault. If plain decoding by this runtime is wrong itself, no method is to blame.
+    Speed is judged on texts that do not loop.
     """
     judgement, plain_judgement = lossless.judged[method], lossless.judged[AUTOREGRESSIVE]
     plain_is_identical = lossless.autoregressive_identical == lossless.checked
@@ -85,10 +91,8 @@ def method_verdict(method: str, lossless: types.Lossless, figures: types.Figures
 
 def make_figures(results: Sequence[PromptResult], method: str, streams: Streams) -> types.Figures:
     """The figures of a method on some prompts, its share of looping text, and the speed-up without loops."""
-    generations, loopless_results = (
-        [r.generations[method] for r in results],
-        speed.without_loops(results, method, AUTOREGRESSIVE),
-    )
+    generations = [r.generations[method] for r in results]
+    loopless_results = speed.without_loops(results, method, AUTOREGRESSIVE)
     return types.Figures(
         prompts=speed.conversations(results),
         turns=len(results),
@@ -103,10 +107,8 @@ def generate_speed(results: Sequence[PromptResult], streams: Streams) -> types.G
     """The speed-ups of transformers' `generate`; None if it was not run."""
     if TRANSFORMERS not in results[0].generations:
         return None
-    speedups = (
-        speed.speedup(results, TRANSFORMERS, AUTOREGRESSIVE, streams, *seconds) for seconds in ((), (speed.end_to_end,))
-    )
-    return types.GenerateSpeed(*speedups)
+    arguments = (results, TRANSFORMERS, AUTOREGRESSIVE, streams)
+    return types.GenerateSpeed(speed.speedup(*arguments), speed.speedup(*arguments, speed.end_to_end))
 
 
 def compare_texts(results: Sequence[PromptResult], method: str, *, sampled: bool, excusing: bool) -> types.Lossless:
@@ -120,7 +122,7 @@ def compare_texts(results: Sequence[PromptResult], method: str, *, sampled: bool
     judgements = {arm: judge_deviations(rows) if rows else None for arm, rows in deviations.items()}
 
     def count_ties(arm: str) -> int:
-        """The texts that differ, of an arm that only rounds."""
+        """The number of judged texts that differ from the reference's, of an arm whose judgement has no fault."""
         judgement = judgements[arm]
         if judgement is None or judgement.faults or not excusing:
             return 0
@@ -131,8 +133,8 @@ def compare_texts(results: Sequence[PromptResult], method: str, *, sampled: bool
         checked=len(compared_results),
         identical=sum(r.identical(method) for r in compared_results),
         identical_to_plain=sum(r.identical(method, AUTOREGRESSIVE) for r in compared_results),
-        excused_ties=count_ties(method),
         autoregressive_identical=sum(r.identical(AUTOREGRESSIVE) for r in compared_results),
+        excused_ties=count_ties(method),
         autoregressive_excused_ties=count_ties(AUTOREGRESSIVE),
         judged=judgements,
     )

@@ -1,9 +1,9 @@
 """Comparison of two finished evaluations, paired by prompt, over the prompts that both measured.
 
 The two ran at different times, perhaps on different machines. So a method is compared by its speed-up over plain
-decoding in its own run, which a slow machine does not change. Seconds are reported too.
-
-Example: 2.0× in the first run and 2.2× in the second, on the same prompt, is a gain of 1.1.
+decoding in its own run, which a slow machine does not change. Seconds are reported too. Example: 2.0× in the first run
+and 2.2× in the second, on the same prompt, is a gain of 1.1. An arm is a method or a baseline of a run. A turn is one
+question of a conversation; its text loops if it repeats a cycle of tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ from outrider.inference.settings.method import AUTOREGRESSIVE
 from outrider.inference.settings.tools import CompareConfig
 
 COMPARISON = "compare.json"
-COMPARED: Columns = {
+COMPARED: Columns = {  # by title: (template of cells, no meaning); `MedianInterval` formats "interval"
     "first": ("{pair[0]}", ""),
     "second": ("{pair[1]}", ""),
     "over plain decoding [95 %]": ("{gain:interval}", ""),
@@ -61,8 +61,8 @@ class MethodsCompared:
 
     gain: ratio of the speed-ups over plain decoding, each in its own run. seconds: ratio of the tokens per second.
     tau: ratio of τ. same_text: the number of prompts on which both texts are equal. loops: of the texts of both.
-    gain_without_loops: the gain on prompts where no text loops, plain ones and those decoded together included; the
-    verdict comes from it.
+    gain_without_loops: the gain on prompts where no text loops: neither the methods' texts, nor those of plain
+    decoding, nor any decoded together with these. `verdict` comes from it.
     """
 
     pair: tuple[str, str]
@@ -77,9 +77,9 @@ class MethodsCompared:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two evaluations: their folders, the number of turns of each and of both, other differences, and their methods.
+    """Two evaluations. compare: their folders. prompts: the turns of the first, of the second, and those in both.
 
-    busy: by folder, why its speeds are unreliable.
+    differences: by the name of a condition, its two values. busy: by folder, why its speeds are unreliable.
     """
 
     compare: tuple[str, str]
@@ -107,7 +107,7 @@ def compare_reports(config: CompareConfig) -> Comparison:
 
 def _compare(config: CompareConfig) -> Comparison:
     before, after = (read_evaluation(folder) for folder in config.compare)
-    pairs = config.pairs or {name: name for name in before.reports if name in after.reports}
+    pairs = config.pairs or {name: name for name in before.reports if name in after.reports}  # first: second
     for evaluation, method_names in ((before, list(pairs)), (after, list(pairs.values()))):
         unknown = [name for name in method_names if name not in evaluation.reports]
         require(not unknown, "pairs", unknown, f"methods of {evaluation.folder}: {', '.join(evaluation.reports)}")
@@ -166,12 +166,14 @@ def list_differences(before: Evaluation, after: Evaluation) -> dict[str, tuple[o
 def compare_methods(
     before: Evaluation, after: Evaluation, shared: Sequence[str], pair: tuple[str, str], streams: Streams
 ) -> MethodsCompared:
-    """The second method of `pair`, of the run `after`, over the first, of the run `before`."""
+    """The second method of `pair`, of the run `after`, over the first, of the run `before`. shared: ids of turns."""
     (arm_before, arm_after), arms = pair, ((before, pair[0]), (after, pair[1]))
+    # Turns in which both methods, and plain decoding in both runs, decoded a token after the prefill.
     fair = [name for name in shared if all(select_timed([run.results[name]], arm, AUTOREGRESSIVE) for run, arm in arms)]
     texts_by_id = {name: [run.results[name].generations[arm].tokens for run, arm in arms] for name in shared}
 
     def ratio(figure: Figure, ids: Sequence[str] = fair) -> MedianInterval:
+        """The ratio of a figure over the turns `ids`, resampled by the coarser `PromptResult.unit` of the two runs."""
         ratios = [figure(after.results[name], arm_after) / figure(before.results[name], arm_before) for name in ids]
         results_by_run = [[run.results[name] for name in ids] for run in (before, after)]
         coarser_results = min(results_by_run, key=lambda results: len({result.unit for result in results}))
@@ -185,20 +187,20 @@ def compare_methods(
         pair=pair,
         gain=ratio(_speedup),
         gain_without_loops=loopless_gain,
-        loops=count_loops([text for both_texts in texts_by_id.values() for text in both_texts]),
         seconds=ratio(_speed),
         tau=ratio(_tau),
+        loops=count_loops([text for both_texts in texts_by_id.values() for text in both_texts]),
         same_text=sum(first == second for first, second in texts_by_id.values()),
         verdict=fault_verdict or judge_speed(loopless_gain, before.busy or after.busy),
     )
 
 
 def _speedup(result: PromptResult, method: str) -> float:
-    return decoding(result.generations[AUTOREGRESSIVE]) / decoding(result.generations[method])
+    return decoding(result.generations[AUTOREGRESSIVE]) / decoding(result.generations[method])  # seconds a token
 
 
 def _speed(result: PromptResult, method: str) -> float:
-    return 1 / decoding(result.generations[method])
+    return 1 / decoding(result.generations[method])  # tokens per second
 
 
 def _tau(result: PromptResult, method: str) -> float:
@@ -207,16 +209,13 @@ def _tau(result: PromptResult, method: str) -> float:
 
 
 def comparison_table(comparison: Comparison) -> str:
+    """The content of compare.md."""
     (name_before, name_after), (turns_before, turns_after, n_shared) = comparison.compare, comparison.prompts
-    loops = max((row.loops for row in comparison.methods), key=lambda loops: loops.looping)
-    lines = [
-        f"# {name_after} over {name_before}",
-        "",
-        f"{n_shared} shared turns, of {turns_before} and {turns_after}. A ratio above 1 is in favour of {name_after}. "
-        f"{loops}.",
-        "",
-        *fill_table(COMPARED, ({**vars(row), "prompts": n_shared} for row in comparison.methods)).markdown(),
-    ]
+    loops = max((row.loops for row in comparison.methods), key=lambda loops: loops.looping)  # the most loops
+    counts = f"{n_shared} shared turns, of {turns_before} and {turns_after}"
+    summary = f"{counts}. A ratio above 1 is in favour of {name_after}. {loops}."
+    table = fill_table(COMPARED, ({**vars(row), "prompts": n_shared} for row in comparison.methods))
+    lines = [f"# {name_after} over {name_before}", "", summary, "", *table.markdown()]
     lines += [f"\n**{folder}: {why} Do not quote its speeds.**" for folder, why in comparison.busy.items()]
     if comparison.differences:
         lines += ["", f"Not the same in both: {list_words(sorted(comparison.differences))}."]

@@ -1,7 +1,8 @@
 """The conditions of a report: models and settings, the load of the machine, the drafters' vocabularies and training
 times, and whether their training text contains the prompts.
 
-Contamination, prompts that occur in a drafter's training text, makes its figures unrepresentative.
+Contamination, prompts that occur in a drafter's training text, makes its figures unrepresentative. A kind is a kind of
+drafter, by its name, as small_lm.
 """
 
 import json
@@ -44,7 +45,10 @@ def describe_conditions(
     measured: Sequence[MeasuredPrompt],
     identity: Mapping[str, object],
 ) -> Conditions:
-    """The conditions of a run. measured: its prompts, in order; identity: see `identity_of` in `evaluate.planning`."""
+    """The conditions of a run. prepared: what was decided before the first prompt, for all. prompts: of the command.
+
+    measured: the prompts with results, in order. identity: what determines the results, by name.
+    """
     results = [result for prompt in measured for result in prompt.turns]
     records = config.training_records()
     training_texts = {kind: record.data for kind, record in records.items()}
@@ -53,7 +57,7 @@ def describe_conditions(
         target=setup.target.source,
         model=model_name(setup.target.source),
         drafter=" + ".join(config.paths.values()) or "none",
-        dtype=setup.numbers,
+        dtype=setup.numbers,  # of the weights
         computes_in=setup.floats,
         device=str(setup.device),
         runtime=make_runtime(config.runtime, setup.device).name,
@@ -64,7 +68,7 @@ def describe_conditions(
         template=setup.chat_template if any(prompt.chat for prompt in prompts) else None,
         peak_memory_bytes=max((prompt.peak_bytes for prompt in measured), default=0),
         load=judge_load((m.cpu_share for m in measured), (m.load for m in measured), os.cpu_count() or 1),
-        minutes=config.minutes,
+        minutes=config.minutes,  # the time limit
         trained_seconds={kind: record.seconds for kind, record in records.items() if record.seconds is not None},
         max_new_tokens=config.max_new_tokens,
         temperature=config.sampling.temperature,
@@ -86,6 +90,7 @@ def describe_conditions(
 
 
 def draft_vocabularies(config: EvaluateConfig, results: Sequence[PromptResult]) -> dict[str, DraftVocabulary]:
+    """By kind, the tokens that a drafter with a vocabulary of its own predicts, and their share of the answers."""
     vocabulary_by_kind = {}
     for kind, drafter_path in config.paths.items():
         tokens = config.plugin(KINDS[kind]).draft_vocabulary(drafter_path)
@@ -96,11 +101,11 @@ def draft_vocabularies(config: EvaluateConfig, results: Sequence[PromptResult]) 
 
 
 def digests(identity: Mapping[str, object]) -> dict[str, str]:
-    """Digests of the target and the drafters, from the identity of a run."""
+    """Digests of the target and the drafters, from the identity of a run; of other values 16 digits of a sha256."""
     target = identity["target"]
     assert isinstance(target, Mapping)
     parts = {"target": target["weights"], "tokenizer": target["tokenizer"], "chat template": target["chat_template"]}
-    for kind in KINDS.values():
+    for kind in KINDS.values():  # identity(None) has the keys by which a kind identifies its model
         parts |= {f"{kind.name} {name}": identity[name] for name in kind.load_plugin().identity(None)}
     parts = {name: value for name, value in parts.items() if value is not None}
     return {name: value if isinstance(value, str) else digest_of(value)[:16] for name, value in parts.items()}
@@ -118,7 +123,8 @@ def find_overlaps(training_texts: Mapping[str, TrainingText], prompts: Sequence[
 
 
 def origin_of(config: EvaluateConfig, training_texts: Mapping[str, TrainingText], prompts: Sequence[Prompt]) -> str:
-    """A sentence on prompts of the kind that drafters are trained on; "" for others. training_texts: by kind."""
+    """A sentence on prompts like those that drafters are trained on; "" for other prompts. training_texts: by kind."""
+    # Of `inference.batch.own_prompts`: heldout.jsonl and the category "own". Of prompts=python_stdlib: held-out files.
     categories, path = {prompt.category for prompt in prompts}, Path(str(config.prompts))
     is_heldout = path.name == "heldout.jsonl" and path.with_name("prompts.json").exists()
     is_heldout |= categories == {"python_stdlib"} and "python_stdlib" in str(training_texts)
@@ -129,9 +135,9 @@ def origin_of(config: EvaluateConfig, training_texts: Mapping[str, TrainingText]
 
 
 def find_overlap(data: TrainingText, prompts: Sequence[Prompt]) -> Overlap:
-    """The overlap of `prompts` with the training text that the settings `data` name, as it exists now.
+    """The overlap of `prompts` with the training text that the settings `data` name, in runs of `RUN` words.
 
-    Runs have `RUN` words. Nothing is downloaded. If the text is not on this machine, `why` says so.
+    The text is read as it exists now. Nothing is downloaded. If the text is not on this machine, `why` says so.
     """
     if data is None:
         return Overlap(why="there is no record of what it learned from")
@@ -162,8 +168,7 @@ def word_runs(text: str) -> list[Run]:
 
 def _find_runs(prompt_runs: set[Run], config: DataConfig) -> tuple[set[Run], int, bool]:
     """Which of the `prompt_runs` the training text has, the characters searched, and whether that was all of it."""
-    seen_runs: set[Run] = set()
-    char_count = 0
+    seen_runs, char_count = set[Run](), 0
     for record in read_records(config, "train"):
         texts = [record["text"]] if "text" in record else [message["content"] for message in record["messages"]]
         for text in texts:

@@ -1,9 +1,9 @@
 """report.html: one self-contained file with its styles and script, without external resources.
 
-This module chooses what is on the page. page.html, a jinja2 template, has the markup and escapes every text.
-
-The page shows some texts round by round (`_texts`). For each round it has the committed tokens as text, the first
-rejected tokens, and for the script the draft's tree: [tokens, parents, accepted nodes, the target's own tokens].
+This module chooses what is on the page. page.html, a jinja2 template, has the markup and escapes every text. The page
+shows some texts round by round (`_texts`); a round is one pass of the target. For each round the page has the committed
+tokens as text, the first rejected tokens, and for the script the draft's tree: [tokens, parents, accepted nodes, the
+target's own tokens].
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,8 @@ from outrider.inference.report.types import NOT_LOSSLESS, TARGET_DIFFERS, Method
 HERE = Path(__file__).parent
 PROMPT_END = 3000  # characters at the end of a prompt that are shown
 REJECTED = 8  # rejected tokens shown in the text; the tree has all of them
-PARTS = ("draft", "verify", "structure", "other")  # the parts of a round's time (see `parts_of_time`)
+PARTS = ("draft", "verify", "structure", "other")  # of a round's time; structure: the drafter's work outside passes
+# The CSS class of each verdict.
 VERDICTS = {name: name for name in ("faster", "slower", "undecided")} | {NOT_LOSSLESS: "wrong", TARGET_DIFFERS: "wrong"}
 Decode = Callable[[Sequence[int]], str]
 
@@ -32,9 +33,12 @@ def make_page(
     decode: Decode,
     plots: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    """The page of one evaluation. decode: token ids → text, special tokens included. plots: see `save_plots`.
+    """The page of one evaluation, with all text escaped, so that a model's output is safe.
 
-    All text is safe: model output is escaped.
+    decode: token ids → text, special tokens included. plots: by what they show, as SVG. The arguments of `render` are
+    the variables of page.html. judged: the rounding errors of arms (methods, baselines); resolution: the faults too
+    small for them; doctor: findings on drafters; overlaps: prompts seen in training, by kind of drafter; gained:
+    verdicts, speed-ups, τ; whole: times with the prefill.
     """
     first_report, conditions, names = reports[0], reports[0].conditions, [report.method for report in reports]
     methods_text = f"{len(names)} methods" if len(names) > 3 else " and ".join(names)
@@ -62,16 +66,15 @@ def make_page(
 
 def _times(report: MethodReport) -> tuple[str, list[tuple[str, float, str]]]:
     """The method, and the share of each part of a round in the decoding time: in percent, and as a text."""
-    total_seconds = sum(report.seconds.values()) or 1.0
+    total_seconds = sum(report.seconds.values()) or 1.0  # "other" is a difference: below 0 it counts as 0
     percentages = ((part, 100 * max(0.0, report.seconds[part]) / total_seconds) for part in PARTS)
     return report.method, [(part, round(percent, 2), f"{part} {percent:.0f} %") for part, percent in percentages]
 
 
 class Pieces:
-    """Texts of single tokens.
+    """Texts of single tokens. by_token: the texts that `of` gave.
 
     The text of a token depends on the tokens before it: it may be a part of a character, or lose a leading space.
-    by_token: the texts that `of` gave.
     """
 
     def __init__(self, decode: Decode, anchor: int):
@@ -98,12 +101,11 @@ class Pieces:
 
 
 def _texts(results: Sequence[PromptResult], decode: Decode) -> Mapping[str, object] | None:
-    """All texts with recorded rounds, and the data of their trees for the script; None without any."""
+    """All texts with recorded rounds, and their trees for the script, both by NUMBER/METHOD; None without any."""
     if not results:
         return None
-    pieces = Pieces(decode, results[0].answer[0])
-    trees: dict[str, list[list[object]]] = {}
-    text_articles = []
+    pieces = Pieces(decode, results[0].answer[0])  # any token serves as the anchor
+    trees, text_articles = dict[str, list[list[object]]](), []
     for number, result in enumerate(results):
         for method, rounds in result.shown.items():
             text_articles.append((f"{number}/{method}", _rounds(rounds, pieces)))
@@ -126,14 +128,10 @@ def _rounds(rounds: Sequence[ShownRound], pieces: Pieces) -> list[Mapping[str, o
 
 def rejected_tokens(r: ShownRound) -> list[int]:
     """The first rejected tokens: from the last accepted node along the first children, at most `REJECTED`."""
-    node = r.path[-1] if r.path else ROOT
-    tokens: list[int] = []
-    while len(tokens) < REJECTED:
-        child = next((i for i, parent in enumerate(r.parents) if parent == node), None)
-        if child is None:
-            break
-        tokens.append(r.drafted[child])
-        node = child
+    node, tokens = r.path[-1] if r.path else ROOT, list[int]()
+    while len(tokens) < REJECTED and node in r.parents:
+        node = r.parents.index(node)  # its first child
+        tokens.append(r.drafted[node])
     return tokens
 
 
@@ -141,5 +139,5 @@ def _tree(r: ShownRound, pieces: Pieces) -> list[object]:
     """Data for the script: tokens, parents and accepted nodes of the draft, and the target's own tokens."""
     corrections = list(r.tokens[r.accepted :])
     for token in (*r.drafted, *corrections):
-        pieces.of(token)  # the script shows `by_token`
+        pieces.of(token)  # fills `by_token`, which the script shows
     return [r.drafted, r.parents, r.path, corrections]

@@ -1,4 +1,4 @@
-"""The plots of a report, as files and in the page."""
+"""The plots of a report, as PNG files and as SVG in report.html."""
 
 import io
 import re
@@ -13,8 +13,8 @@ from outrider.base.files import write_atomically
 from outrider.inference.report.types import NOT_LOSSLESS, TARGET_DIFFERS, MethodReport
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#B5578F", "#E69F00", "#3D9BD3", "#8A6D00", "#7A7A7A")
-MARKERS = "os^Dv"  # methods are told apart by their shapes, too
-NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+MARKERS = "os^Dv"  # methods are told apart by their shapes, too; 8 colours and 5 shapes recur
+NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # None leaves a key out of the SVG
 SPEEDUPS = "Speed-up over plain decoding (dashed: 1×): a dot for each prompt; below, the median and its 95 % interval"
 ACCEPTANCE = "Share of drafts accepted so deep, of those that reached this depth; small marks: few of them"
 
@@ -33,7 +33,8 @@ def _save(plot: Figure, path: Path) -> str:
         plot.savefig(png_buffer, format="png", dpi=160)
         plot.savefig(svg_buffer, format="svg", transparent=True, metadata=NO_METADATA)
     write_atomically(path, png_buffer.getvalue())
-    return re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg_buffer.getvalue().partition("<svg")[2].join(("<svg", "")))
+    svg = "<svg" + svg_buffer.getvalue().partition("<svg")[2]  # without the header of an XML file
+    return re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg)  # HTML needs no namespaces
 
 
 def plot_speedups(reports: Sequence[MethodReport]) -> Figure:
@@ -44,11 +45,9 @@ def plot_speedups(reports: Sequence[MethodReport]) -> Figure:
     plot = Figure(figsize=(4.8, 0.8 + 0.6 * len(reports)), layout="constrained")
     axes = plot.subplots()
     medians = [report.figures.speedup.median or 0 for report in reports]
-    max_bound = max(
-        (speedup.shown_interval[1] for report in reports if (speedup := report.figures.speedup).shown_interval),
-        default=0,
-    )
-    axis_end = max(1.2, min(max_bound, 2.5 * max(medians)))
+    intervals = [report.figures.speedup.shown_interval for report in reports]  # None: too few prompts
+    max_bound = max((interval[1] for interval in intervals if interval), default=0)
+    axis_end = max(1.2, min(max_bound, 2.5 * max(medians)))  # a wider interval is cut there
     for row, report in enumerate(reports):
         speedups, speedup, colour = [*report.speedup_per_prompt.values()], report.figures.speedup, COLOURS[row % 8]
         wrong_note = ", not lossless" if report.verdict in (NOT_LOSSLESS, TARGET_DIFFERS) else ""
@@ -61,7 +60,7 @@ def plot_speedups(reports: Sequence[MethodReport]) -> Figure:
             axes.plot(speedup.shown_interval, [row + 0.25] * 2, color=colour, linewidth=3)
             if speedup.shown_interval[1] > axis_end:
                 axes.plot(axis_end, row + 0.25, ">", markersize=8, color=colour)
-    limits = {"xlim": (0, 1.05 * axis_end), "ylim": (len(reports) - 0.5, -0.7)}
+    limits = {"xlim": (0, 1.05 * axis_end), "ylim": (len(reports) - 0.5, -0.7)}  # row 0 is on top
     axes.set(xlabel="times as fast as plain decoding", yticks=[], **limits)
     return plot
 

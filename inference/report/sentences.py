@@ -28,17 +28,16 @@ OWN_RUN = "the target's own run differs: plain decoding here gives other texts t
 
 def write_repeat_command(args: Sequence[str], out_dir: Path, command: Sequence[str] = ("evaluate-checkpoint",)) -> str:
     """The command that repeats the measurement in a new directory. args: the options of the first run."""
-    word_by_option = {
-        word.partition("=")[0]: word for word in [*args, write_option("out_dir", f"{out_dir}-again"), "resume=false"]
-    }
+    words = [*args, write_option("out_dir", f"{out_dir}-again"), "resume=false"]
+    word_by_option = {word.partition("=")[0]: word for word in words}  # of an option that occurs twice, the later word
     return f"measure the same again: {' '.join(map(quote_word, [*command, *word_by_option.values()]))}"
 
 
 def write_recommendation(reports: Sequence[types.MethodReport]) -> str:
     """The recommendation in one sentence: the fastest method, "nothing pays here", or why it is undecided.
 
-    The first word is lower-case, because a label precedes it. A method is named in backticks. Texts that are not the
-    target's are never recommended.
+    The first word is lower-case, because a label precedes it. A method is named in backticks. A method whose texts are
+    not the target's is never recommended.
     """
     if any(report.verdict == types.TARGET_DIFFERS for report in reports):
         return f"{OWN_RUN}, so no method is judged; please report it."
@@ -62,7 +61,8 @@ def _recommend(ranked: Sequence[types.MethodReport]) -> str:
         loops_text = f"{ranked[0].figures.loops}, {_LOOPS_CAUSE}"
         return f"undecided: {loops_text}; a verdict needs {MIN_PROMPTS} prompts that do not, here: {prompt_count}"
     best = next(report for kind in ("faster", "undecided", "slower") for report in ranked if report.verdict == kind)
-    gain_text = format_figure(best.figures.speedup_without_loops).replace(" ", " plain decoding ", 1)
+    gain_text = format_figure(best.figures.speedup_without_loops)  # "1.52× [1.40, 1.60]"
+    gain_text = gain_text.replace(" ", " plain decoding ", 1)
     if best.verdict == "faster":
         return f"`{best.method}` is the fastest: {gain_text}{_rivals(best, ranked)}"
     if best.verdict == "slower":
@@ -82,7 +82,7 @@ def _rivals(best: types.MethodReport, ranked: Sequence[types.MethodReport]) -> s
     """The methods whose intervals overlap with the best one's."""
 
     def interval(report: types.MethodReport) -> tuple[float, float]:
-        return report.figures.speedup_without_loops.ci95 or (0, 0)
+        return report.figures.speedup_without_loops.ci95 or (0, 0)  # (low, high)
 
     rivals = [report for report in ranked if report is not best and interval(report)[1] >= interval(best)[0]]
     names = [f"`{report.method}`" for report in rivals]
@@ -91,7 +91,7 @@ def _rivals(best: types.MethodReport, ranked: Sequence[types.MethodReport]) -> s
 
 
 def _slower_plain(report: types.MethodReport) -> str:
-    """A warning if transformers' `generate` is faster than plain decoding by more than the margin of a verdict."""
+    """A warning if transformers' `generate` is faster than plain decoding by more than `MARGIN`, as for a verdict."""
     speedup = report.transformers_generate.speedup if report.transformers_generate else MedianInterval()
     if speedup.ci95 is None or speedup.ci95[0] <= 1 + MARGIN:
         return ""
@@ -103,6 +103,7 @@ def _slower_plain(report: types.MethodReport) -> str:
 
 
 def conditions_text(reports: Sequence[types.MethodReport]) -> str:
+    """How it was measured. An arm is a method or a baseline; a turn is one question of a conversation (a prompt)."""
     first, run = reports[0], reports[0].conditions
     dtype_text = run.dtype if run.computes_in == run.dtype else f"{run.dtype} weights and {run.computes_in} activations"
     turns_text = f", {first.figures.turns} turns" if first.figures.turns > first.figures.prompts else ""
@@ -155,6 +156,7 @@ def _choice(conditions: types.Conditions) -> str:
 
 
 def write_sentences(reports: Sequence[types.MethodReport]) -> list[str]:
+    """A line for each fact of the run; "rounding ties" are texts that part where two tokens have the same score."""
     first, run, lines = reports[0], reports[0].conditions, list[str]()
     plain_token, lossless = first.autoregressive, first.lossless
     if tie_count := lossless.autoregressive_excused_ties:
@@ -192,7 +194,7 @@ def method_sentence(report: types.MethodReport) -> str:
     if report.acceptance_by_candidates:
         shares_text = ", ".join(f"{share:.2f}" for share in report.acceptance_by_candidates)
         structure_text += f"; accepted by the first 1, 2, … candidates {shares_text}"
-    for name, size in report.auto.chosen.items() if report.auto else ():
+    for name, size in report.auto.chosen.items() if report.auto else ():  # sizes that are "auto"
         structure_text += f"; chose {name} {size.mean:.1f} on average, most often {size.mode} "
         structure_text += f"({100 * size.share:.0f} % of the rounds that chose it)"
     return (
@@ -205,8 +207,8 @@ def method_sentence(report: types.MethodReport) -> str:
 def overlap_sentence(kind: str, overlap: types.Overlap) -> str:
     if overlap.why is not None:
         return f"{kind}: has it seen the prompts? Not known: {overlap.why}. Restore that text, or take newer prompts."
-    first_part = f"the first {(overlap.characters or 0) / 1e6:.0f} M characters"
-    scope = "all of its training text" if overlap.complete else first_part
+    searched_part = f"the first {(overlap.characters or 0) / 1e6:.0f} M characters"
+    scope = "all of its training text" if overlap.complete else searched_part
     share = (overlap.runs_seen or 0) / overlap.runs if overlap.runs else 0.0
     return (
         f"{kind}: {overlap.prompts_seen} of {overlap.prompts} prompts share a run of {types.RUN} words with {scope}, "
@@ -215,6 +217,7 @@ def overlap_sentence(kind: str, overlap: types.Overlap) -> str:
 
 
 def doctor_lines(conditions: types.Conditions) -> Iterator[str]:
+    """The findings of doctor=true, which examines drafters before they are measured."""
     for kind, findings in conditions.doctor.items():
         yield from describe_findings(kind, findings)
 

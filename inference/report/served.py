@@ -4,7 +4,9 @@
     served_lines     the engine's part of report.md: the table, notes, and `schedule_lines`
     choose_lengths   which draft length K pays for how many requests at a time
 
-K is the number of tokens of a draft. "Here" means this runtime, or for an n-gram table the table alone.
+K is the number of tokens of a draft. "Here" means this runtime, or for an n-gram table the table alone. The arms are
+`PLAIN`, the engine without a drafter, and `DRAFTED`, the engine with the drafter of a method. A text loops if it
+repeats a cycle of tokens. Figures are resampled by units: conversations, or groups of texts that were decoded together.
 """
 
 import json
@@ -29,8 +31,8 @@ from outrider.inference.settings.method import AUTOREGRESSIVE
 LARGEST_DIFFERENCE = 0.02  # differences of acceptance at a depth up to this are not reported
 _DRAWS = 2000  # of the bootstrap
 _USUAL_LENGTH = 3  # K that engines have by default
-RoundCounts = npt.NDArray[np.int64]  # [n, 1 + K]: see `_depths`
-ServerCounts = Sequence[tuple[Sequence[int] | None, int]]  # (counts or None, number of prompts): see `EngineRun`
+RoundCounts = npt.NDArray[np.int64]  # [n, 1 + K]: the rounds, then those that accepted at least 1, 2, … K tokens
+ServerCounts = Sequence[tuple[Sequence[int] | None, int]]  # by block of prompts: such counts or None, number of prompts
 Texts = Sequence[Generation]
 SERVED: Columns = {
     "method": ("{method}", "how drafts were made"),
@@ -48,8 +50,8 @@ SERVED: Columns = {
     ),
     "identical": (
         "{identical}",
-        "texts that equal the engine's own without a drafter; in brackets, those of it (without it, those with a "
-        "drafter) that equal the reference's",
+        "texts that equal the engine's own without a drafter; in brackets, those of it "
+        "(without it, those with a drafter) that equal the reference's",
     ),
     "tokens/s": ("{tokens}", "of all requests together, without a drafter and with it"),
     "ms/token": ("{spent}", "of a request after its first step, without a drafter and with it"),
@@ -63,11 +65,11 @@ SERVED: Columns = {
 class EngineRun:
     """What an engine did with a method's drafts of `drafted` tokens, at one concurrency.
 
-    results: of the engine. here: this runtime's generations of the same prompts. references: the reference texts of
-    these prompts; None if texts are drawn. load: of the machine meanwhile.
-    totals: by arm of the engine, its seconds for all prompts together.
-    counts: by block of prompts, the counts of a server (see `EngineServer`), None where its rounds are seen, and the
-    number of prompts.
+    concurrency: requests at a time. results: of the engine. here: this runtime's generations of the same prompts.
+    references: for these prompts the texts of transformers or, if it did not run, of plain decoding here; None if texts
+    are drawn. load: of the machine meanwhile.
+    totals: by arm of the engine, its seconds for all prompts together. counts: what a server counted of each block of
+    prompts, which were sent together; None where the server's rounds are seen.
     """
 
     engine: str
@@ -84,6 +86,7 @@ class EngineRun:
 
 
 def served_row(run: EngineRun, random_streams: Streams) -> ServedRow:
+    """The figures of a run. A speed-up is of the prompts of which both arms decoded a step after the first."""
     method, results, arm_seconds, references = run.method, run.results, run.totals, run.references
     arms = {arm: name for arm, name in ((PLAIN, AUTOREGRESSIVE), (DRAFTED, method)) if arm in arm_seconds}
     by_arm = {arm: [r.generations[name] for r in results] for arm, name in arms.items()}
@@ -93,6 +96,7 @@ def served_row(run: EngineRun, random_streams: Streams) -> ServedRow:
         for texts in (paired_results, without_loops(paired_results, method, AUTOREGRESSIVE))
     )
     matches = {arm: None if references is None else _count_equal(texts, references) for arm, texts in by_arm.items()}
+    # Flags in `totals` of a server's text: retokenised (ids were made of the text), UNREAD (the server's are unknown).
     flag_names = [name for texts in by_arm.values() for g in texts for name in g.totals]
     tau, round_count, depth_shares = _acceptance(by_arm[DRAFTED], run, random_streams)
     return ServedRow(
@@ -145,7 +149,7 @@ def _acceptance(
     """τ, rounds and acceptance by depth in the engine; None for what is unknown. texts: of the arm that drafts.
 
     Where the engine shows rounds, they are counted for each text. A server that shows only counters is compared by
-    block. Its counters include the last rounds of texts, so larger differences are allowed.
+    block. Its counters include the last rounds of texts, one a text, so differences may be larger by their share.
     """
     max_depth, unit_names = run.drafted, [r.unit for r in run.results]
     served, local = _depths(texts, max_depth), _depths(run.here, max_depth)  # [texts, 1 + K]
@@ -157,7 +161,7 @@ def _acceptance(
         return None, None, ()
     block_edges = [*accumulate((prompt_count for _, prompt_count in run.counts), initial=0)]
     served, local = (np.add.reduceat(side, block_edges[:-1]) for side in (served, local))  # [blocks, 1 + K]
-    served[[counts is not None for counts, _ in run.counts]] = server_counts
+    served[[counts is not None for counts, _ in run.counts]] = server_counts  # where a server counted
     round_count, accepted = int(served[:, 0].sum()), int(served[:, 1:].sum())
     block_units = [" ".join(unit_names[start:end]) for start, end in pairwise(block_edges)]
     depth_shares = _compare_depths(served, local, block_units, random_streams, len(texts) / max(1, round_count))
@@ -166,9 +170,7 @@ def _acceptance(
 
 def _depths(generations: Iterable[Generation], max_depth: int) -> RoundCounts:
     """[n, 1 + depth]: for each generation the number of whole rounds, then of those that accepted at least 1, 2, …
-
-    Example: rounds that accepted 0, 2 and 1 tokens give [3, 2, 1] at depth 2.
-    """
+    Example: rounds that accepted 0, 2 and 1 tokens give [3, 2, 1] at depth 2."""
     accepted = [np.array([r.accepted for r in _without_last(g).rounds], np.int64) for g in generations]
     return np.array([(accepted_counts[:, None] >= np.arange(1 + max_depth)).sum(0) for accepted_counts in accepted])
 
@@ -188,7 +190,7 @@ def _compare_depths(
     picks = random_streams.arrays("served").integers(counts.shape[1], size=(_DRAWS, counts.shape[1]))  # [draws, units]
     drawn_counts = counts[:, picks].sum(2)  # [sides, draws, 1 + K]
     shares, drawn_shares = (part[..., 1:] / np.maximum(1, part[..., :1]) for part in (counts.sum(1), drawn_counts))
-    low, high = np.quantile(drawn_shares[0] - drawn_shares[1], (0.025, 0.975), axis=0)
+    low, high = np.quantile(drawn_shares[0] - drawn_shares[1], (0.025, 0.975), axis=0)  # [K] each
     return tuple(
         DepthShare(
             depth=i + 1,
@@ -211,6 +213,7 @@ def served_table(reports: Sequence[MethodReport]) -> Table:
 def _served_cells(method: str, row: ServedRow) -> Mapping[str, object]:
     """The values of a row's cells by name, see `SERVED`."""
     matches, plain_matches = row.identical_to_reference, row.plain_identical_to_reference
+    # "7/8 (6)": 7 of 8 texts equal the engine's plain ones, and 6 plain ones the reference's; "(6/8)": no plain arm.
     same_text = f"({matches}/{row.requests})"
     if plain_matches is not None:
         same_text = f"{row.identical_to_plain}/{row.requests} ({plain_matches})"
@@ -247,6 +250,7 @@ def _notes(report: MethodReport, rows: Sequence[ServedRow]) -> Iterator[str]:
         note = f": {retokenised} texts came without token ids and were tokenised again"
         yield f"{note}; {unread} of them are not tokenised so, and not audited."
     depths = {share.depth for row in rows for share in row.acceptance if share.differs}
+    # An engine with its own options of drafting, or its own prompt lookup, may accept otherwise.
     if depths and not rows[0].options.get("speculative_config") and KINDS[source_of(report)].vllm_method != "ngram":
         yield (
             f": the engine accepts otherwise than this runtime at depth {min(depths)}. "
@@ -271,6 +275,7 @@ def schedule_lines(reports: Sequence[MethodReport]) -> list[str]:
         usual_k = _USUAL_LENGTH if _USUAL_LENGTH in lengths else lengths[len(lengths) // 2]
         medians = {(row.concurrency, row.draft_tokens): row.speedup_without_loops.median or 0 for row in rows}
         range_texts = [f"{last if first == last else f'{first}–{last}'}: K = {k}" for first, last, k in k_ranges]
+        # K = 0, plain decoding, has no row: its speed-up is 1.
         gains = [f"{medians.get((last, k), 1) / medians[last, usual_k]:.2f}× at {last}" for _, last, k in k_ranges]
         lengths_text = f"Draft lengths that pay for {kind} by requests at a time: {', '.join(range_texts)}"
         gain_text = f"Over K = {usual_k} everywhere this gains {', '.join(gains)}, on these prompts."
@@ -318,7 +323,7 @@ def _cost(row: ServedRow) -> float:
 
 
 def _share(rows: Sequence[ServedRow], index: int) -> float:
-    """The share of rounds that accepted the token at this index, among rounds that drafted so far."""
+    """The share of rounds that accepted the drafted token at this index, from 0, among rounds that drafted it."""
     reaching = [row for row in rows if row.draft_tokens > index]
     accepted = sum((row.rounds or 0) * row.acceptance[index].served for row in reaching)
     return accepted / sum(row.rounds or 0 for row in reaching)

@@ -1,4 +1,8 @@
-"""The tables of all pages. The columns of a table (`Columns`) state title, template and meaning of each figure once."""
+"""The tables of all pages. The columns of a table (`Columns`) state title, template and meaning of each figure once.
+
+An arm is a way to decode: a method, or one of the baselines `PLAIN` and `GENERATE`. A text loops if it repeats a cycle
+of tokens. A tie: two texts part where two tokens have the same score up to rounding.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,13 +20,13 @@ METHODS: Columns = {
     "method": ("{method}", "how drafts were made; plain decoding: the target alone, in this runtime"),
     "verdict": (
         "{verdict}",
-        f"faster or slower where the whole interval says so by more than {MARGIN:.0%}, else undecided; of fewer than "
-        f"{MIN_PROMPTS} prompts always undecided",
+        f"faster or slower where the whole interval says so by more than {MARGIN:.0%}, else "
+        f"undecided; of fewer than {MIN_PROMPTS} prompts always undecided",
     ),
     "speed-up [95 %]": (
         "{speedup:interval}",
-        "how many times as fast as plain decoding: the median over prompts, and where the median of other such prompts "
-        "lies with 95 % confidence",
+        "how many times as fast as plain decoding: the median over prompts, and "
+        "where the median of other such prompts lies with 95 % confidence",
     ),
     "without loops [95 %]": (
         "{speedup_without_loops:interval}",
@@ -62,6 +66,8 @@ COUNTS: Columns = {
     ),
 }
 CATEGORY_COLS = ("method", "tokens a pass", "accepted", "drafted a pass", "speed-up [95 %]", "without loops [95 %]")
+# A judged arm decodes the reference text again. Its keys, values and logits are compared with the target's in twice the
+# precision; the unit of the errors and their limits is the rounding error of transformers' own pass (`lossless`).
 JUDGEMENTS: Columns = {
     "method": ("{method}", "which of the ways to decode"),
     f"worst row (at most {BULK})": (
@@ -96,22 +102,18 @@ def arms_and_methods(reports: Sequence[MethodReport]) -> list[Row]:
     plain_row: Row = {"method": PLAIN, "tau": 1.0, "speedup": "1.00", "end_to_end": "1.00", "same_as_plain": ref_cell}
     rows: list[Row] = [{**plain_row, **_times(first, "autoregressive"), "identical": same_cell if gen_speed else "–"}]
     if gen_speed:
-        ones = dict.fromkeys(("over_generate", "whole_over_generate"), "1.00")
+        ones = dict.fromkeys(("over_generate", "whole_over_generate"), "1.00")  # gen_speed: speedup and end_to_end
         cells = {"same_as_plain": same_cell, "identical": ref_cell}
         rows.append({"method": GENERATE, "tau": 1.0, **vars(gen_speed), **ones, **_times(first, TRANSFORMERS), **cells})
     for report in reports:
         compared = report.lossless
-        rows.append(
-            {
-                **vars(report.figures),
-                **vars(report),
-                **_times(report, "speculative"),
-                "over_generate": report.figures.speedup.vs_transformers_generate or "",
-                "whole_over_generate": report.end_to_end.vs_transformers_generate or "",
-                "same_as_plain": identical_text(report, compared.identical_to_plain),
-                "identical": identical_text(report, compared.identical, compared.excused_ties) if gen_speed else "–",
-            }
-        )
+        cells_by_column = {
+            "over_generate": report.figures.speedup.vs_transformers_generate or "",
+            "whole_over_generate": report.end_to_end.vs_transformers_generate or "",
+            "same_as_plain": identical_text(report, compared.identical_to_plain),
+            "identical": identical_text(report, compared.identical, compared.excused_ties) if gen_speed else "–",
+        }
+        rows.append({**vars(report.figures), **vars(report), **_times(report, "speculative"), **cells_by_column})
     return rows
 
 
@@ -144,7 +146,7 @@ def category_tables(reports: Sequence[MethodReport]) -> list[tuple[str, Table]]:
 
 
 def judged_table(reports: Sequence[MethodReport]) -> Table:
-    """The judgement of every arm by rounding errors over the reference's text, in units of transformers' own."""
+    """The judgement of every arm that decoded the reference text again (see `JUDGEMENTS`)."""
     judged = {arm: judgement for report in reports for arm, judgement in report.lossless.judged.items() if judgement}
     faults = {arm: f"NOT LOSSLESS: {'; '.join(row.faults)}" for arm, row in judged.items() if row.faults}
     no_faults = "none above rounding"

@@ -3,6 +3,9 @@
 The fields have the names and the order of report.json. The fields of a `FLAT` field stand beside those of the report:
 
     MethodReport(method="eesd", conditions=Conditions(target="m", …), …)   →   {"method": "eesd", "target": "m", …}
+
+An arm is a way to decode: a method or a baseline. A round is one pass of the target. A text loops if it repeats a cycle
+of tokens. A rounding tie: two texts part where two tokens have the same score up to rounding, which is excused.
 """
 
 from collections.abc import Mapping
@@ -16,25 +19,17 @@ from outrider.base.errors import UserError
 from outrider.base.files import read_json
 from outrider.base.settings import construct
 from outrider.inference.doctor.scores import Findings
+from outrider.inference.measure import statistics
 from outrider.inference.measure.lossless import Judgement
 from outrider.inference.measure.results import Skipped
-from outrider.inference.measure.statistics import (
-    OPTIONAL,
-    ChosenSize,
-    DecodeStatistics,
-    DepthAcceptance,
-    Loops,
-    MachineLoad,
-    MedianInterval,
-    PlainToken,
-    SourceRounds,
-)
+from outrider.inference.measure.statistics import OPTIONAL
 
 FLAT = {"flat": True}  # metadata of a field whose own fields stand beside it
 HALF_DTYPES = ("bfloat16", "float16")
 TARGET_DIFFERS, NOT_LOSSLESS = "target differs", "not lossless"  # verdicts on texts, beside those on speeds
 PLAIN, DRAFTED = "plain", "drafted"  # the arms of an engine
-UNREAD = "unread"  # in a generation's totals: the text does not tokenise to the ids that were sent, which are unknown
+# In the totals of an engine's generation: its text does not tokenise to the ids that were sent, which are unknown.
+UNREAD = "unread"
 RUN = 8  # words of a run of consecutive words; so long a run rarely occurs twice by chance
 
 
@@ -68,9 +63,11 @@ class DraftVocabulary:
 class Conditions:
     """What the methods of a run have in common: the models, the settings, and the conditions of the measurement.
 
-    dtype: of the target's weights; it computes in `computes_in`. processes: the most that measured at a time. threads:
-    the number of prompts by CPU threads. prompts_given: with those that a time limit left out. origin: what the prompts
-    are to the drafters, as a sentence. texts_at_once: the size of a group, if there are several texts in it.
+    dtype: of the target's weights; the target computes in `computes_in`. kernels: by attention shape. processes: the
+    most that measured at a time. threads: the number of prompts by CPU threads. prompts_given: with those that a time
+    limit (`minutes`) left out. overlap, doctor, draft_vocabularies, trained_seconds: by kind of drafter; doctor: the
+    findings of an examination of the drafters. origin: what the prompts are to the drafters, as a sentence. digests: of
+    the target and the drafters. texts_at_once: the number of texts that are decoded together, if several.
     """
 
     target: str
@@ -86,7 +83,7 @@ class Conditions:
     prompts_given: int
     template: str | None = None
     peak_memory_bytes: int = 0
-    load: MachineLoad = field(default_factory=MachineLoad)
+    load: statistics.MachineLoad = field(default_factory=statistics.MachineLoad)
     minutes: float | None = None
     trained_seconds: Mapping[str, float] = field(default_factory=dict)
     max_new_tokens: int
@@ -112,20 +109,21 @@ class PromptCounts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figures(DecodeStatistics, PromptCounts):
+class Figures(statistics.DecodeStatistics, PromptCounts):
     """The figures of a method on some prompts. speedup: over plain decoding, as is the one on texts without loops."""
 
-    speedup: MedianInterval
-    loops: Loops
-    speedup_without_loops: MedianInterval
+    speedup: statistics.MedianInterval
+    loops: statistics.Loops
+    speedup_without_loops: statistics.MedianInterval
 
 
 @dataclass(frozen=True)
 class Lossless:
     """The number of texts compared token by token, and the judgements of the method and of plain decoding.
 
-    Sampled texts are not compared, as only their distribution is the same. judged: by arm, see `measure.lossless`; None
-    if only equal texts counted.
+    Sampled texts are not compared, as only their distribution is the same. reference: the arm whose texts count as
+    right. identical: texts that equal the reference's. excused_ties: texts that part at a rounding tie, in half
+    precision. judged: by arm, the rounding errors of keys, values and logits; None if only equal texts counted.
     """
 
     reference: str | None
@@ -140,23 +138,24 @@ class Lossless:
 
 @dataclass(frozen=True)
 class AutoSizes:
-    """The measured costs from which "auto" sizes were chosen, and the sizes."""
+    """The measured costs, in seconds, from which "auto" sizes were chosen (`Costs.summary`), and the sizes."""
 
     costs: Mapping[str, float | Mapping[str, float]]
-    chosen: Mapping[str, ChosenSize]
+    chosen: Mapping[str, statistics.ChosenSize]
 
 
 @dataclass(frozen=True)
 class GenerateSpeed:
     """The speed-ups of transformers' `generate` over plain decoding, without and with the prefill."""
 
-    speedup: MedianInterval
-    end_to_end: MedianInterval
+    speedup: statistics.MedianInterval
+    end_to_end: statistics.MedianInterval
 
 
 @dataclass(frozen=True)
 class DepthShare:
-    """A depth of drafts: the share of rounds accepted so far in the engine and here. differs: by more than chance."""
+    """A depth of drafts: the share of rounds that accepted so many tokens, in the engine (served) and in this runtime
+    (here). differs: by more than chance."""
 
     depth: int
     served: float
@@ -170,7 +169,8 @@ class ServedRow:
     """The figures of a method in an engine, where `concurrency` requests run at a time.
 
     tau, rounds: None where a server does not tell them. tau_here: of this runtime, or of the table alone. The counts of
-    identical texts are None where there is no such arm, or texts are drawn. unread: texts whose token ids are unknown.
+    identical texts are None where there is no such arm, or texts are drawn. unread: texts whose token ids are unknown;
+    retokenised: texts that came without ids, which were made of the text.
     Of arms, "plain" and "drafted": tokens per second of all requests together, and seconds per token of one request.
     """
 
@@ -190,10 +190,10 @@ class ServedRow:
     unread: int
     tokens_per_second: Mapping[str, float]
     seconds_per_token: Mapping[str, float]
-    loops: Mapping[str, Loops]
-    speedup: MedianInterval
-    speedup_without_loops: MedianInterval
-    load: MachineLoad
+    loops: Mapping[str, statistics.Loops]
+    speedup: statistics.MedianInterval
+    speedup_without_loops: statistics.MedianInterval
+    load: statistics.MachineLoad
     verdict: str
 
 
@@ -212,8 +212,12 @@ class MethodReport:
     """The report of one method over all prompts.
 
     By arm ("autoregressive", "transformers_generate", "speculative"), None for one that was not run: the speeds without
-    and with the prefill, and the seconds of the prefill. seconds: of decoding, by part of a round. served and
-    served_judgement: of an engine (see measure-engine).
+    and with the prefill, and the seconds of the prefill. structure: means over rounds of what the draft's structure
+    (chain or tree) summed. acceptance_by_candidates: by k, the share of nodes at which one of the first k candidates
+    was accepted. sources: by who drafted. break_even_acceptance: at which the method is as fast as plain decoding.
+    machine, made_with: the hardware, and the versions of the software. tokens: of all its texts. seed: of bootstraps.
+    acceptance_by_position: to each depth; acceptance_given_previous: of rounds that accepted to the depth before.
+    seconds: of decoding, by part of a round. served, served_judgement: of an engine (see the command measure-engine).
     """
 
     method: str
@@ -228,16 +232,16 @@ class MethodReport:
     structure: Mapping[str, float]
     acceptance_by_candidates: tuple[float, ...]
     auto: AutoSizes | None
-    sources: Mapping[str, SourceRounds] | None = field(default=None, metadata=OPTIONAL)
+    sources: Mapping[str, statistics.SourceRounds] | None = field(default=None, metadata=OPTIONAL)
     tokens_per_second: Mapping[str, float | None]
     whole_answers_per_second: Mapping[str, float | None]
-    prefill_seconds: Mapping[str, MedianInterval | None]
-    end_to_end: MedianInterval
-    autoregressive: PlainToken
+    prefill_seconds: Mapping[str, statistics.MedianInterval | None]
+    end_to_end: statistics.MedianInterval
+    autoregressive: statistics.PlainToken
     break_even_acceptance: float | None
     seconds: Mapping[str, float]
-    acceptance_by_position: tuple[DepthAcceptance, ...]
-    acceptance_given_previous: tuple[DepthAcceptance, ...]
+    acceptance_by_position: tuple[statistics.DepthAcceptance, ...]
+    acceptance_given_previous: tuple[statistics.DepthAcceptance, ...]
     by_category: Mapping[str, Figures]
     transformers_generate: GenerateSpeed | None = field(default=None, metadata=OPTIONAL)
     speedup_per_prompt: Mapping[str, float]
@@ -280,13 +284,13 @@ def read_reports(path: Path | str, remedy: str) -> list[MethodReport]:
 
 
 def reports_in(content: object) -> list[MethodReport]:
-    """The reports in the content of a report.json. Raises `UserError` naming the first wrong key."""
+    """The reports in a report.json: one, or several in "reports". Raises `UserError` naming the first wrong key."""
     json_reports = content.get("reports", [content]) if isinstance(content, dict) else content
     return [_from_json(construct(dict[str, object], report)) for report in construct(list[object], json_reports)]
 
 
 def _from_json(json_report: Mapping[str, object]) -> MethodReport:
-    """The report that was `to_json`. Keys of other versions, which this one does not have, are left out."""
+    """The report that was `to_json`. Keys of other versions, which this version does not have, are left out."""
 
     def part(report_type: type[Conditions] | type[Figures] | type[MethodReport]) -> dict[str, object]:
         return {inner.name: json_report[inner.name] for inner in fields(report_type) if inner.name in json_report}

@@ -20,13 +20,14 @@ from outrider.inference.report.types import MethodReport, to_json
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import AUTOREGRESSIVE
 
+# Of the table in Weights & Biases: `headline_figures`. "identical": texts that equal the reference's.
 COLUMNS = ("method", "prompts", "identical", "tau", "tokens_per_second", "speedup", "speedup_low", "speedup_high")
 
 
 def write_markdown(reports: Sequence[MethodReport]) -> str:
     """report.md: the tables of the methods, and sentences on each method."""
     conditions, judgement_table = reports[0].conditions, judged_table(reports)
-    findings = [*sentences.doctor_lines(conditions)]
+    findings = [*sentences.doctor_lines(conditions)]  # of an examination of the drafters
     lines = [
         f"# {conditions.drafter} on {conditions.model}",
         *(f"**{warning}**" for warning in conditions.load.warnings(conditions.device)),
@@ -51,8 +52,8 @@ def write_reports(
 ) -> None:
     """Write report.json, report.md, report.html, the plots and generations.jsonl to `out_dir`, each atomically.
 
-    report.json is the report itself for one method, {"reports": [...]} for several. `texts` maps (prompt id,
-    arm) to the decoded continuation. make_page: makes report.html of the plots (see `inference.report.page`).
+    report.json is the report itself for one method, {"reports": [...]} for several. texts: the decoded continuation by
+    (prompt id, arm), a method or a baseline. make_page: makes report.html from the plots, SVG by what they show.
     """
     require_writable(out_dir)
     json_lines = [
@@ -78,7 +79,7 @@ def log_reports(
 ) -> None:
     """Log the evaluation in `out_dir`, after its report is written, as one run. A resumed evaluation continues its run.
 
-    settings: JSON-able, shown as the run's config. Does nothing if W&B is disabled.
+    settings: JSON-able, shown as the run's config. Nothing is logged if Weights & Biases (W&B) is disabled.
     """
     if not config.is_on():
         return
@@ -95,7 +96,7 @@ def log_reports(
     for figures in headlines:
         run.summary.update({f"{figures['method']}/{key}": value for key, value in figures.items() if key != "method"})
     table = wandb.Table(columns=list(COLUMNS), data=[[*figures.values()] for figures in headlines])
-    page = wandb.Html((out_dir / "report.html").read_text(encoding="utf-8"), inject=False)
+    page = wandb.Html((out_dir / "report.html").read_text(encoding="utf-8"), inject=False)  # no styles of wandb's
     run.log({"methods": table, "report": page})
     run.finish()
 

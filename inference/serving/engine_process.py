@@ -1,4 +1,8 @@
-"""The process of a serving engine, which continues prompts when asked."""
+"""The process of a serving engine, such as vLLM, which continues prompts when asked.
+
+The process runs `WORKER` in the Python environment of the engine. A job is a line of JSON on its stdin, an answer a
+line on its stdout. A round is a step of the engine after the first step, which reads the prompt.
+"""
 
 import json
 import os
@@ -33,9 +37,10 @@ def require_engine(engine: str, python: str) -> None:
 class EngineProcess:
     """An engine that has loaded a target and, if the job says so, a drafter (see `start_engine`)."""
 
-    counts: tuple[int, ...] | None = None  # rounds arrive one by one, so no counters are needed
+    counts: tuple[int, ...] | None = None  # as of `EngineServer`: None, as rounds arrive one by one
 
     def __init__(self, process: "subprocess.Popen[str]", job: Mapping[str, object], log: Path):
+        """job: the first one, which loads the models."""
         self.process, self._engine, self._log = process, job["engine"], log
         self.warm = 0  # the concurrency that it was last warmed up with
         self.version = str(self._ask(job)["version"])
@@ -63,8 +68,7 @@ class EngineProcess:
         line = self.process.stdout.readline()
         if not line:
             raise self._make_error("it ended")
-        answer: Json = json.loads(line)
-        return answer
+        return json.loads(line)
 
     def _make_error(self, problem: str) -> UserError:
         log_tail = self._log.read_text("utf-8", "replace").strip()[-_LOG_CHARS:]
@@ -96,7 +100,10 @@ def start_engine(
 
 
 def to_generation(step_tokens: Sequence[Sequence[int]], step_times: Sequence[float], draft_len: int) -> Generation:
-    """The engine's output by steps; every step after the first is a round. step_times: of begin and steps."""
+    """The engine's output by steps; every step after the first is a round, which ends with a token of the target.
+
+    step_times: when the request began and when each step ended, in seconds. draft_len: tokens of each draft.
+    """
     (first_tokens, *round_tokens), (start_time, prefill_end, *step_times) = step_tokens, step_times
     round_seconds = [end - start for start, end in zip([prefill_end, *step_times], step_times, strict=False)]
     rounds = tuple(

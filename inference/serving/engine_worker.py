@@ -1,7 +1,10 @@
 """A serving engine in a process and a Python of its own: reads jobs as lines of JSON, and answers each with a line.
 
-This file runs in the engine's environment, where Outrider need not be installed, so it imports nothing of it.
-`inference.serving.engine_process` starts it.
+This file runs in the engine's environment, where Outrider need not be installed, so it imports nothing of Outrider.
+`inference.serving.engine_process` starts it. The first job loads models: engine, target, revision, dtype, device,
+context (most tokens of a text), most (requests at a time), work (a folder), options (of the engine), draft (None, or
+method by vLLM's names, tokens of a draft, model, max_ngram). A later job has prompts, seeds, max_new_tokens, eos,
+temperature, sampling (top_k and the like) and concurrency.
 """
 
 import json
@@ -18,7 +21,8 @@ Json = dict[str, Any]
 
 
 class Continuation:
-    """A prompt that is being continued. tokens: those of every step; times: when the request began and each step's."""
+    """A prompt that is being continued. tokens: the ids of each step. times: when the request began and when each step
+    ended, in seconds."""
 
     def __init__(self) -> None:
         self.tokens, self.times = list[list[int]](), [time.perf_counter()]
@@ -41,11 +45,11 @@ class VLLM:
     """vLLM in this process, step by step, so that every step's tokens are seen."""
 
     def __init__(self, job: Json) -> None:
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        memory_options: Json = {"gpu_memory_utilization": 0.45}  # with the other arm's process
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # `run` steps the engine in this process
+        memory_options: Json = {"gpu_memory_utilization": 0.45}  # the other arm's process takes as much
         if job["device"] == "cpu":
             memory_options = {}
-            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
         import vllm
 
         options = {"max_num_seqs": job["most"], "enable_prefix_caching": False, **memory_options, **job["options"]}
@@ -55,7 +59,7 @@ class VLLM:
             drafter_options: Json = ngram_options if draft["method"] == "ngram" else {"model": draft["model"]}
             config_file = Path(drafter_options.get("model", "")) / "config.json"
             if config_file.is_file() and "pard_token" in json.loads(config_file.read_text("utf-8")):
-                drafter_options["parallel_drafting"] = True
+                drafter_options["parallel_drafting"] = True  # a PARD drafter drafts all tokens in one pass
             spec_config = {"method": draft["method"], "num_speculative_tokens": draft["tokens"], **drafter_options}
             options["speculative_config"] = {**spec_config, **overrides}
         self.llm = vllm.LLM(
@@ -175,7 +179,7 @@ class Transformers:
             drafter = load(draft["model"], **options)
             drafter.generation_config = transformers.GenerationConfig(
                 num_assistant_tokens=draft["tokens"], num_assistant_tokens_schedule="constant",
-                assistant_confidence_threshold=0.0,
+                assistant_confidence_threshold=0.0,  # no draft ends early
             )  # fmt: skip
             self.settings = {"assistant_model": drafter}
         self.version = transformers.__version__
@@ -199,7 +203,7 @@ class Transformers:
                 ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=streamer,
                 **self.settings,
             )  # fmt: skip
-            del continuation.tokens[0], continuation.times[0]  # of the prompt, which is passed first
+            del continuation.tokens[0], continuation.times[0]  # of the prompt, which `put` gets before the first pass
         return requests
 
 

@@ -4,8 +4,9 @@ vLLM finds the class by its name, and the table by the environment variable OUTR
 lines). Importing this imports neither vLLM, torch nor transformers: it takes numpy, numba and small packages.
 
 vLLM names no request: it hands over the texts of the batch by their slots, and moves texts between slots. So a text's
-learnt state is found again by its tokens; for a while also the next turn of a conversation finds it. Other texts start
-without one. Drafts are chains of certain tokens, and vLLM's rejection sampling is exact with those at any temperature.
+learnt state is found again by its tokens; for a while also the next turn of a conversation finds the state. Other texts
+start without a state. A draft is a chain of tokens, each with q = 1, and vLLM's rejection sampling is exact with such
+drafts at any temperature.
 """
 
 import json
@@ -28,13 +29,13 @@ from outrider.inference.drafters.ngrams.ngram_search import new_nodes
 from outrider.inference.settings.method import NgramConfig
 
 TABLE_VARIABLE = "OUTRIDER_TABLE"
-_CONFIG = NgramConfig(evidence="mixed")  # as method=ngrams learns
+_CONFIG = NgramConfig(evidence="mixed")  # as method=ngrams learns: from n-grams of the table and from the text
 
 
 class ServedText:
-    """One request's text, and what a `learning` object has learnt of it. A draft follows its last token."""
+    """One request's text, and what a `learning` object has learnt of the text. A draft follows the last token."""
 
-    learning = Mixture
+    learning = Mixture  # predicts a token by a mixture of n-grams of the table and of the text
 
     def __init__(self, table: TrigramTable, capacity: int, prompt: np.ndarray):
         """capacity: the most ids of text and draft together. prompt: int [P]."""
@@ -43,18 +44,19 @@ class ServedText:
         self._ids, self.length = np.zeros(capacity, np.int64), len(prompt)
         self._ids[: self.length] = prompt
         self.mixture.learn_prompt(self._ids, self.length)
-        self._best = new_nodes(1)
+        self._best = new_nodes(1)  # where a search writes one node
 
     def begins(self, text_ids: np.ndarray) -> bool:
-        """Whether `text_ids`, int [T], continues this one."""
+        """Whether `text_ids`, int [T], continues this text."""
         return self.length <= len(text_ids) and np.array_equal(self._ids[: self.length], text_ids[: self.length])
 
     def draft(self, text: np.ndarray, limit: int) -> list[int]:
-        """Learn the new tokens of `text`; return at most `limit` further ones, each the likeliest in its place."""
+        """Learn the new tokens of `text`, int [T]; return at most `limit` further tokens, each the likeliest there."""
         old_length, self.length = self.length, len(text)
         self._ids[old_length : self.length] = text[old_length:]
         self.mixture.learn(self._ids, old_length, self.length)
         draft_end = self.length
+        # Each search writes the one likeliest next token to `_best`; it returns 0 if nothing follows.
         while draft_end < self.length + limit and self.mixture.search(self._ids, draft_end, 1, self._best):
             self._ids[draft_end] = self._best.tree[0, 0]
             draft_end += 1
@@ -65,17 +67,15 @@ def chain_rounds(
     table: TrigramTable, prompt: Sequence[int], text: Sequence[int], limit: int
 ) -> list[tuple[int, tuple[int, ...], float]]:
     """Replay of `text` after `prompt`: for each round the length of the draft, at most `limit`, the emitted tokens, and
-    the seconds that drafting took.
-
-    The first token is the prefill's and in no round.
-    """
+    the seconds that drafting took. The first token is the prefill's and in no round."""
     ids = np.array([*prompt, *text])
     served, rounds, position = ServedText(table, len(ids) + limit, ids[: len(prompt)]), [], 1
     while position < len(text):
         began = time.perf_counter()
         draft = served.draft(ids[: len(prompt) + position], limit)
         seconds, tail = time.perf_counter() - began, text[position:]
-        accepted_count = [*(a == b for a, b in zip(draft, tail[:-1], strict=False)), False].index(False)
+        are_right = [drafted == token for drafted, token in zip(draft, tail[:-1], strict=False)]
+        accepted_count = [*are_right, False].index(False)  # a round's last token is the target's own, not a drafted one
         rounds.append((len(draft), tuple(tail[: accepted_count + 1]), seconds))
         position += accepted_count + 1
     return rounds
@@ -101,7 +101,10 @@ class NgramProposer:
         self._texts: dict[int, ServedText] = {}
 
     def load_model(self, *_: object, **__: object) -> None:
-        """Open the table and compile look-up. Raises `UserError` for a table that is damaged or of a larger model."""
+        """Open the table and compile look-up. Raises `UserError` for a table that is damaged or of a larger model.
+
+        What vLLM passes is not read. A token drafted after a text of two compiles all that drafts call.
+        """
         self.text(self._table, 4, np.zeros(1, np.int64)).draft(np.zeros(2, np.int64), 1)
 
     def propose(
@@ -115,7 +118,8 @@ class NgramProposer:
 
         sampled_token_ids: the tokens of this step for each, −1 for padding; a request without tokens gets no draft.
         token_ids_cpu: int [≥ B, max_model_len], the texts, these tokens included; num_tokens_no_spec: int [≥ B], their
-        lengths. A text with a −1 in it is unknown here. No draft goes beyond the model's length.
+        lengths; slot_mappings: not read. A text with a −1 in it is not known here yet. No draft goes beyond the
+        model's length.
         """
         text_rows, text_by_slot = np.asarray(token_ids_cpu), dict[int, np.ndarray]()
         token_counts = [sum(token >= 0 for token in sampled) for sampled in sampled_token_ids]
@@ -129,7 +133,7 @@ class NgramProposer:
         return [drafts.get(slot, []) for slot in range(len(token_counts))]
 
     def _assign_texts(self, ids: dict[int, np.ndarray], token_counts: Sequence[int]) -> None:
-        """Assign a text to each slot in `ids`: the slot's last one if it continues, else a moved one, else a new one.
+        """Assign a text to each slot in `ids`: the slot's last one if that continues, else a moved one, else a new one.
 
         ids: the ids of each slot's text now. token_counts: the tokens of this step, by slot.
         """
@@ -137,7 +141,7 @@ class NgramProposer:
         self._texts = {slot: prior.pop(slot) for slot in ids if slot in prior and prior[slot].begins(ids[slot])}
         for slot in [slot for slot in ids if slot not in self._texts]:
             origin_slots = [origin for origin in prior if prior[origin].begins(ids[slot])]
-            if origin_slots:
+            if origin_slots:  # the longest text that this text continues
                 self._texts[slot] = prior.pop(max(origin_slots, key=lambda origin: prior[origin].length))
             else:
                 prompt = ids[slot][: max(0, len(ids[slot]) - token_counts[slot])]

@@ -1,4 +1,7 @@
-"""Settings of measure-engine, which methods a serving engine can run (`refusal_of`), and their draft lengths."""
+"""Settings of measure-engine, which methods a serving engine can run (`refusal_of`), and their draft lengths.
+
+A method is a drafter with its settings. A `Kind` describes a kind of drafters, which is the `source` of a method.
+"""
 
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -16,13 +19,13 @@ from outrider.inference.settings.method import AUTO, MethodConfig, NgramConfig
 
 Engine = Literal["vllm", "openvino", "transformers"]
 MODULES: Mapping[str, str] = {"vllm": "vllm", "openvino": "openvino_genai", "transformers": "transformers"}
-# The ways of drafting of engines that have fewer than vLLM, by vLLM's names (see `Kind.vllm_method`).
+# The ways of drafting of engines that have fewer ways than vLLM, by vLLM's names (see `Kind.vllm_method`).
 DRAFTS: Mapping[str, Collection[str]] = dict.fromkeys(("openvino", "transformers"), ("draft_model", "ngram"))
 _SERVED_NGRAMS = NgramConfig(evidence="mixed", depth=1, nodes=1)  # by `NgramProposer`, which drafts chains of any depth
 
 
 def refusal_of(engine: str, method: MethodConfig) -> str | None:
-    """Why `engine` cannot run `method`; None if it can. A server by its URL may be any engine."""
+    """Why `engine` cannot run `method`; None if it can. A server (`engine` is its URL) may be any engine."""
     kind = KINDS[method.source]
     if kind.vllm_method is None or kind.vllm_method not in DRAFTS.get(engine, (kind.vllm_method,)):
         return f"it does not draft by {method.source}"
@@ -40,7 +43,7 @@ def refusal_of(engine: str, method: MethodConfig) -> str | None:
 
 
 def draft_length(method: MethodConfig) -> int:
-    """The tokens of a draft of a method that an engine can run."""
+    """The tokens of a draft of a method that an engine can run: of n-grams the depth, of others the stop rule's."""
     return method.stop.longest() if KINDS[method.source].has_stop else method.ngrams.depth
 
 
@@ -48,12 +51,13 @@ def with_lengths(engine: str, methods: Mapping[str, MethodConfig], lengths: Sequ
     """`methods`. Each one that `engine` can run is repeated for each of `lengths`, as NAME_kLENGTH."""
     by_name: dict[str, MethodConfig] = {}
     for name, method in methods.items():
-        runs = refusal_of(engine, _with_length(method, 1)) is None
+        runs = refusal_of(engine, _with_length(method, 1)) is None  # any length does: its own may be auto
         by_name |= {f"{name}_k{length}": _with_length(method, length) for length in lengths if runs} or {name: method}
     return by_name
 
 
 def _with_length(method: MethodConfig, length: int) -> MethodConfig:
+    """`method` with drafts of `length` tokens."""
     if KINDS[method.source].has_stop:
         return replace(method, stop=replace(method.stop, max_draft=length))
     return replace(method, ngrams=replace(method.ngrams, depth=length))
@@ -88,9 +92,9 @@ class EngineConfig(EvaluateConfig):
     """lengths K of the drafts of all methods that the engine runs, one method for each; empty: their own"""
     out_dir: str = free("runs/engine", "where the report goes")
 
-    def check_fields(self) -> None:
+    def check_fields(self) -> None:  # after those of the bases (see `Settings`)
         engine, drafting = self.engine, self.engine_options.get("speculative_config", {})
-        url_options = ("engine_plain", "server_model") if engine in MODULES else ()
+        url_options = ("engine_plain", "server_model") if engine in MODULES else ()  # else engine is a URL
         parallel_options = ("concurrency",) if engine in ("openvino", "transformers") else ()
         unread_options = ("stop_strings", "debug", "batch", *url_options, *parallel_options)
         require_defaults(self, unread_options, f"engine={engine} does not read it")
@@ -112,5 +116,5 @@ class EngineConfig(EvaluateConfig):
 
     @property
     def all_methods(self) -> dict[str, MethodConfig]:
-        """The methods; each one that the engine runs is repeated for each length of drafts."""
+        """The methods; each method that the engine runs is repeated for each of `draft_tokens`."""
         return with_lengths(self.engine, self.methods, self.draft_tokens)

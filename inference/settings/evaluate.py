@@ -1,4 +1,10 @@
-"""Settings of the runtime: of what decodes, and of evaluate-checkpoint and replay, which measure it."""
+"""Settings of the runtime: of what decodes, and of evaluate-checkpoint and replay, which measure it.
+
+An option is a field. `opt`: results depend on the option; `free`: none does; debug=: the value in a rehearsal, which
+runs on tiny models. Its help stands in the call, or as a string below the field. `only`: when the option is read.
+A method is a drafter with its settings. A `Kind` describes a kind of drafters, which is the `source` of a method.
+`Settings` runs the `check_fields` of each class, those of bases first.
+"""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -6,39 +12,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Ge
 
+from outrider.base import settings as base_settings
 from outrider.base.errors import require
-from outrider.base.settings import (
-    DEFAULT,
-    Count,
-    Named,
-    Positive,
-    RunConfig,
-    Settings,
-    Url,
-    free,
-    missing_error,
-    only,
-    opt,
-    require_defaults,
-)
+from outrider.base.settings import DEFAULT, Count, Positive, RunConfig, Settings, Url, free, only, opt
 from outrider.base.wandb_config import WandbConfig
 from outrider.data_prep.text.settings import PromptSource, PromptTemplate, RecordFile, TemplateArguments
-from outrider.draft_models.targets.settings import (
-    SMALL_LM,
-    TABLE,
-    TARGET,
-    AnyDrafter,
-    DecodeDtype,
-    DrafterFolder,
-    Head,
-    Model,
-    MtpSource,
-    ReadingChanges,
-    Rehearsed,
-    TableFolder,
-    TinyModel,
-    Tokenizer,
-)
+from outrider.draft_models.targets import settings as models
 from outrider.inference.settings.kind import Kind
 from outrider.inference.settings.kinds import DFLASH, EAGLE3, EARLY_EXIT, KINDS, MTP, READABLE, kind_in
 from outrider.inference.settings.method import MethodConfig
@@ -53,7 +32,7 @@ Runtime = Literal["auto", "eager", "graphed"]
 class Drafting:
     """What the settings of all commands with methods share. The options stand in each class, in its order of --help."""
 
-    drafters: dict[str, AnyDrafter]
+    drafters: dict[str, models.AnyDrafter]
     methods: dict[str, MethodConfig]
 
     def check_drafters(self) -> None:
@@ -63,11 +42,11 @@ class Drafting:
             method_names = ", ".join(name for name, method in self.methods.items() if method.source == kind.name)
             key, model_path = kind.option, self.where(kind)
             if key is not None and method_names:
-                option = key if hasattr(self, key) else f"+drafters.{key}"
+                option = key if hasattr(self, key) else f"+drafters.{key}"  # early exits: `checkpoint`, of any kind
                 path = getattr(self, key, None) if key == EARLY_EXIT.option else model_path
                 expected = f"{kind.needs} for {method_names}{self._checkpoint_hint()}"
                 if path is None and model_path is None:
-                    raise missing_error(option, expected)
+                    raise base_settings.missing_error(option, expected)
                 require(model_path is not None, option, path, expected)
         extra_options = [kind.option for kind in KINDS.values() if kind.option and not hasattr(self, kind.option)]
         for name, model_path in self.drafters.items():
@@ -77,7 +56,7 @@ class Drafting:
     def where(self, kind: Kind) -> str | None:
         """The path of the model of `kind`; None if no path is given, or the kind has no model."""
         path: str | None = kind.option and (getattr(self, kind.option, None) or self.drafters.get(kind.option))
-        return getattr(self, TARGET, None) if kind.in_target and path == TARGET else path
+        return getattr(self, models.TARGET, None) if kind.in_target and path == models.TARGET else path
 
     @property
     def paths(self) -> dict[str, str]:
@@ -104,23 +83,23 @@ class Drafting:
 class DecodingConfig(Drafting, Settings):
     """A target, its drafters, and how they decode."""
 
-    table: TableFolder | None = opt(None, debug=TinyModel(TABLE))
+    table: models.TableFolder | None = opt(None, debug=models.TinyModel(models.TABLE))
     """n-gram table directory (`outrider build-trigrams`), for methods with source=ngrams"""
-    drafters: dict[str, AnyDrafter] = free(factory=dict, help="models of other kinds, as +drafters.NAME=PATH")
+    drafters: dict[str, models.AnyDrafter] = free(factory=dict, help="models of other kinds, as +drafters.NAME=PATH")
     methods: dict[str, MethodConfig] = field(default_factory=dict)
     """the ways of decoding, by name; method=[…] chooses presets"""
-    checkpoint: DrafterFolder | None = opt(None, debug=TinyModel(EARLY_EXIT.name, any_kind=True))
+    checkpoint: models.DrafterFolder | None = opt(None, debug=models.TinyModel(EARLY_EXIT.name, any_kind=True))
     """directory of a drafter of any kind: early exit, small LM, EAGLE-3 head, block drafter or n-gram table"""
-    small_lm: Model | None = opt(None, debug=TinyModel(SMALL_LM))
+    small_lm: models.Model | None = opt(None, debug=models.TinyModel(models.SMALL_LM))
     """causal LM, as `target`, for methods with source=small_lm"""
-    eagle3: Head | None = opt(None, debug=TinyModel(EAGLE3.name))
+    eagle3: models.Head | None = opt(None, debug=models.TinyModel(EAGLE3.name))
     """EAGLE-3 head, a directory or Hub name, for methods with source=eagle3"""
-    mtp: MtpSource | None = opt(None, debug=TinyModel(MTP.name))
+    mtp: models.MtpSource | None = opt(None, debug=models.TinyModel(MTP.name))
     """MTP head, for methods with source=mtp: target, if the target has one, or a model's directory, GGUF file or Hub
     name with one"""
-    dflash: Head | None = opt(None, debug=TinyModel(DFLASH.name))
+    dflash: models.Head | None = opt(None, debug=models.TinyModel(DFLASH.name))
     """DFlash or DSpark drafter, a directory or Hub name, for methods with source=dflash"""
-    target: Model | None = opt(None, debug=TinyModel(TARGET))
+    target: models.Model | None = opt(None, debug=models.TinyModel(models.TARGET))
     """model directory, GGUF file or Hub name; null: the one `checkpoint` was trained for"""
     revision: str | None = free(None, "of the target on the Hub: branch, tag or commit", debug=None)
     template: PromptTemplate = "auto"
@@ -129,7 +108,7 @@ class DecodingConfig(Drafting, Settings):
     chat_template_kwargs: TemplateArguments = opt(factory=dict, debug=DEFAULT)
     """what the chat template reads besides, by name"""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    dtype: DecodeDtype = "auto"
+    dtype: models.DecodeDtype = "auto"
     """auto: float32 on CPU, else the target's own; fast: also bfloat16 on a CPU that has instructions for it; int8: the
     target's linear layers in whole numbers to ±127, which is another target, in all arms (docs/evaluate.md)"""
     device: str = opt("auto", "auto | cpu | cuda | cuda:N")
@@ -142,15 +121,14 @@ class DecodingConfig(Drafting, Settings):
             expected = f"null where checkpoint={self.checkpoint} is one of its kind"
             require(is_unambiguous, str(kind.option), super().where(kind), expected)
         is_same_revision = self.revision is None or super().where(MTP) != self.target
-        require(
-            is_same_revision, "mtp", TARGET, "a directory of that revision, as the head is looked for in the latest one"
-        )
+        expected = "a directory of that revision, as the head is looked for in the latest one"
+        require(is_same_revision, "mtp", models.TARGET, expected)
         if self.target is None and self.early_exit is None:
-            raise missing_error("target", f"the model that is to decode{self._checkpoint_hint()}")
+            raise base_settings.missing_error("target", f"the model that is to decode{self._checkpoint_hint()}")
 
     def where(self, kind: Kind) -> str | None:
         if self.checkpoint is not None and kind == (self.checkpoint_kind or EARLY_EXIT):
-            return self.checkpoint
+            return self.checkpoint  # an unknown one counts as an early exit, whose loading reports the error
         return None if kind == EARLY_EXIT else super().where(kind)
 
     @cached_property
@@ -178,7 +156,7 @@ class DecodingConfig(Drafting, Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateConfig(Rehearsed, RunConfig, DecodingConfig):
+class EvaluateConfig(models.Rehearsed, RunConfig, DecodingConfig):
     """evaluate-checkpoint: a drafter, prompts, and the methods to compare on them."""
 
     run_files: ClassVar[tuple[str, ...]] = ("results-*.jsonl", "report.json")
@@ -194,7 +172,7 @@ class EvaluateConfig(Rehearsed, RunConfig, DecodingConfig):
     ignore_eos: bool = opt(False, "continue after end tokens, to max_new_tokens")
     generation_config: Literal["target", "none"] = "target"
     """target: use its settings that affect greedy decoding; none: ignore them"""
-    stop_strings: list[Annotated[str, Named("a text")]] = field(default_factory=list)
+    stop_strings: list[Annotated[str, base_settings.Named("a text")]] = field(default_factory=list)
     """text also ends with the first of these; none: the target's"""
     repeats: Count = opt(1, debug=1)
     """timed runs of every prompt, with new random numbers when sampling; the run of median time counts"""
@@ -203,7 +181,7 @@ class EvaluateConfig(Rehearsed, RunConfig, DecodingConfig):
     batch: Count = opt(1, "prompts that each method decodes at once; model.generate takes one after another")
     plan: bool = free(False, "only say what every device would hold; needs no weights")
     threads: Count | None = opt(None, "of the CPU; null: torch's choice")
-    reading: ReadingChanges = opt(factory=ReadingChanges, debug=DEFAULT)
+    reading: models.ReadingChanges = opt(factory=models.ReadingChanges, debug=DEFAULT)
     """how the draft head is read where its files are misleading"""
     doctor: bool | None = None
     """examine the drafters before they are measured: how often they agree with the target, and whether another reading
@@ -222,9 +200,8 @@ class EvaluateConfig(Rehearsed, RunConfig, DecodingConfig):
     def check_fields(self) -> None:
         head_names = [kind.name for kind in READABLE if self.where(kind) is not None]
         if len(head_names) != 1:
-            require_defaults(
-                self, ["reading"], f"expected with one draft head; this run has {', '.join(head_names) or 'none'}"
-            )
+            why = f"expected with one draft head; this run has {', '.join(head_names) or 'none'}"
+            base_settings.require_defaults(self, ["reading"], why)
 
     def plugin(self, kind: Kind) -> "AnyPlugin":
         return kind.load_plugin().read_with(self.reading)
@@ -237,15 +214,15 @@ _RECORDED = "a file of recorded answers, or the directory of generate-responses"
 class ReplayConfig(Drafting, Settings):
     """replay: the exact τ of drafters that read tokens only, from recorded greedy answers, without a target."""
 
-    small_lm: Model | None = opt(None, "causal LM, for methods with source=small_lm")
-    table: TableFolder | None = opt(None, debug=TinyModel(TABLE))
+    small_lm: models.Model | None = opt(None, "causal LM, for methods with source=small_lm")
+    table: models.TableFolder | None = opt(None, debug=models.TinyModel(models.TABLE))
     """n-gram table directory (`outrider build-trigrams`), for methods with source=ngrams"""
-    drafters: dict[str, AnyDrafter] = free(factory=dict, help="models of other kinds, as +drafters.NAME=PATH")
+    drafters: dict[str, models.AnyDrafter] = free(factory=dict, help="models of other kinds, as +drafters.NAME=PATH")
     methods: dict[str, MethodConfig] = field(default_factory=dict)
     """the ways of decoding, by name; method=[…] chooses presets"""
     transcripts: Annotated[str, RecordFile(_RECORDED, holds=("responses-*.jsonl",))] = free()
     """the recorded answers to `prompts`; or without prompts a file or the directory of generate-responses"""
-    tokenizer: Tokenizer = free()
+    tokenizer: models.Tokenizer = free()
     """the target's: a Hugging Face directory or a SentencePiece .model"""
     prompts: PromptSource | None = free(None)
     """the questions, a JSONL, JSON or parquet file or a benchmark's name; null: `transcripts` has them as token ids"""
@@ -273,6 +250,7 @@ class ReplayConfig(Drafting, Settings):
         for name, method in self.methods.items():
             kind = KINDS[method.source]
             require(not kind.layers, f"methods.{name}", kind.name, "a drafter of tokens: a recording has no layers")
+            # shaped: by a structure and a stop rule; adapts: to costs; lacks_delta: OPT-Tree's δ is to be measured
             needs_costs = kind.shaped and (method.adapts or method.lacks_delta)
             require(not needs_costs, f"methods.{name}", kind.name, "sizes and a stop rule that need no measured costs")
             recycled = method.ngrams.recycle

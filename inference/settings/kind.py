@@ -1,4 +1,4 @@
-"""The description of a kind of drafters: what options need to know of it, before torch is imported."""
+"""The description of a kind of drafters: what options need to know of a kind, before torch is imported."""
 
 from dataclasses import dataclass
 from pkgutil import resolve_name
@@ -10,13 +10,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of drafters. It is the `KIND` of a folder in inference/drafters, whose class owns all other facts.
+    """A kind of drafters, such as EAGLE-3 heads: the `KIND` of a folder in inference/drafters, whose class owns all
+    other facts. A structure is a chain or a shape of tree; a stop rule ends a draft.
 
     name: the `source` of its methods.
     plugin: "module:name" of that class, a `DrafterPlugin`.
     option: the option of evaluate-checkpoint that names its model's path; None: it has no model.
     needs: what must be at that path; "": it has no model.
-    file: a file in its model's directory; None: `checkpoint` does not accept it.
+    file: by this file the option `checkpoint` recognises its model's directory (see `kind_in`); None: not accepted.
     preset: the method that is used for such a model by default.
     shaped: whether a structure and a stop rule shape its drafts; of others, which see tokens only, a recording can
     replace the target.
@@ -27,7 +28,7 @@ class Kind:
     vllm_method: the method of vLLM that drafts with it; None: only this runtime does.
     layers: it drafts with layers of the target, which must run layer by layer.
     in_target: its model may be part of the target; the path is then the word "target".
-    readings: its files may be read in several ways, which options of `reading` choose.
+    readings: its files may be read in several ways, which options of `reading` choose, such as `reading.taps`.
     """
 
     name: str
@@ -50,5 +51,4 @@ class Kind:
         return self.shaped or "stop.max_draft" in self.keys
 
     def load_plugin(self) -> "AnyPlugin":
-        plugin: AnyPlugin = resolve_name(self.plugin)()
-        return plugin
+        return resolve_name(self.plugin)()

@@ -19,30 +19,21 @@ def register(kind: Kind) -> Kind:
     return kind
 
 
-# A folder a kind: its `KIND` is the description, which imports no torch.
-for _folder in (
-    "outrider.inference.drafters.early_exit",
-    "outrider.inference.drafters.small_lm",
-    "outrider.inference.drafters.eagle3",
-    "outrider.inference.drafters.mtp",
-    "outrider.inference.drafters.dflash",
-    "outrider.inference.drafters.skip_layers",
-    "outrider.inference.drafters.prompt_lookup",
-    "outrider.inference.drafters.ngrams",
-):
-    register(import_module(_folder).KIND)
+# A folder a kind: its `KIND` is the description, which imports no torch. The order decides in `kind_in`.
+_MODEL_KINDS = (names.EARLY_EXIT, names.SMALL_LM, names.EAGLE3, names.MTP, names.DFLASH)
+for _folder in (*_MODEL_KINDS, "skip_layers", "prompt_lookup", "ngrams"):
+    register(import_module(f"outrider.inference.drafters.{_folder}").KIND)
 
-EARLY_EXIT, SMALL_LM, EAGLE3, MTP, DFLASH = (
-    KINDS[name] for name in (names.EARLY_EXIT, names.SMALL_LM, names.EAGLE3, names.MTP, names.DFLASH)
-)
+EARLY_EXIT, SMALL_LM, EAGLE3, MTP, DFLASH = (KINDS[name] for name in _MODEL_KINDS)
 PROMPT_LOOKUP, NGRAMS = KINDS["prompt_lookup"], KINDS["ngrams"]
-READABLE = [kind for kind in KINDS.values() if kind.readings]
+READABLE = [kind for kind in KINDS.values() if kind.readings]  # whose files may be read in several ways
 
 
 def kind_in(folder: str) -> Kind | None:
     """The kind of drafter whose model is in the directory `folder`; None if there is none.
 
-    Raises `UserError` where it cannot be read.
+    Raises `UserError` if the model cannot be read. A folder with the files of several kinds is of the last kind that
+    accepts the folder (`is_in`), else of the first kind.
     """
     kinds = [kind for kind in KINDS.values() if kind.file is not None and os.path.isfile(Path(folder, kind.file))]
     return next((kind for kind in reversed(kinds) if kind is kinds[0] or kind.load_plugin().is_in(folder)), None)

@@ -4,7 +4,13 @@ A named method is a file of conf/method/, or composed as SOURCE/SHAPE, SOURCE/ST
 kind of drafter, SHAPE a file of conf/shape/, STOP one of conf/stop/. The key of "eagle3/opt_tree" is eagle3_opt_tree,
 as in `methods.eagle3_opt_tree.structure.nodes=30` and in reports.
 
-The text of an option's help stands in its `opt(…)`, or as a string below it.
+An option is a field. The text of its help stands in its `opt(…)`, or as a string below the field; `only` says when the
+option is read. `Settings` runs `check_fields`. The head is the calibration head of `outrider calibrate`, which
+estimates whether a token is accepted. A `Kind` describes a kind of drafters; a kind is *shaped* if a structure (chain
+or tree) and a stop rule shape its drafts.
+Papers: beta and the Thompson rules are EESD's (arXiv 2406.03853); inference/stopping/rules.py explains θ̂ (the observed
+acceptance), natural and printed. E(A): the tokens expected of a round (OPT-Tree, 2406.17276). TSD: GSD (2407.16207)
+without merging. s, n, t, c1, c2 and the algorithms of `NgramConfig` are ADED's (2407.12021).
 """
 
 from dataclasses import dataclass, field, fields
@@ -33,13 +39,13 @@ PARTS = ("shape", "stop")  # the groups that a composed name chooses from, in th
 
 
 def known_size(value: int | str) -> int:
-    """A size that is a number. Raises `ValueError` for "auto", which its caller has replaced by now."""
+    """`value`, a size that is a number. Raises `ValueError` for "auto", which the caller must have replaced."""
     if isinstance(value, str):
         raise ValueError(f"a size is {value!r} where it must be known by now")
     return value
 
 
-_THOMPSON = ("calibrated", "posterior_mean")  # rules with a posterior of the head and the observed acceptance
+_THOMPSON = ("calibrated", "posterior_mean")  # rules that join the head's estimate and the observed acceptance
 _WITH_HEAD = ", ".join(name for name, entry in RULES.items() if entry.needs_head)
 _BOUNDS = ", ".join(f"{RULES[name].bounds} ({name}; null: {bound})" for name, bound in THRESHOLDS.items())
 
@@ -173,7 +179,7 @@ class NgramConfig(Settings):
     max_probability: Annotated[Share, only(evidence="table", adapt=True)] = 0.7
     """its limit; at least increment"""
     search: Annotated[Literal["best_first", "puct"], only(evidence="table")] = opt("best_first", "the paper's is puct")
-    iterations: Annotated[Count, only(evidence="table", search="puct")] = opt(150, "s")
+    iterations: Annotated[Count, only(evidence="table", search="puct")] = opt(150, "s")  # of the search
     sentences: Annotated[Count, only(evidence="table", search="puct")] = opt(24, "n: sentences that make the tree")
     widest: Annotated[Count, only(evidence="table", search="puct")] = 12
     """t: most successors of a state that the search uses, the likeliest first"""
@@ -218,16 +224,14 @@ class MethodConfig(Settings):
         "followed them; null: every draft is the model's; `survival` and `opt_tree_auto` have 3",
     )
     ngrams: NgramConfig = opt(factory=NgramConfig, help="source=ngrams")
-    skip: tuple[Annotated[int, Ge(0)], ...] | None = opt(None, debug=None)
+    skip: tuple[Annotated[int, Ge(0)], ...] | None = opt(None, debug=None)  # debug: its value in a rehearsal
     """skip_layers: layers of the target that a draft leaves out, from 0, e.g. [5,7,9]; null: every second one between
     the first and the last"""
-
-    target_states: bool = opt(
-        True, "small_lm: false leaves out a PARD-2 drafter's projection of the target's hidden states"
-    )
+    target_states: bool = True
+    """small_lm: false leaves out a PARD-2 drafter's projection of the target's hidden states"""
 
     def check_fields(self) -> None:
-        kind = KINDS[self.source]  # shaped: structure and stop shape its drafts; has_stop: stop.max_draft limits them
+        kind = KINDS[self.source]  # has_stop: stop.max_draft limits its drafts
         head_kinds = ", ".join(name for name, entry in KINDS.items() if entry.calibration is not None)
         expected = f"another rule for source={self.source}: a calibration head belongs to a drafter of {head_kinds}"
         self.require("stop.rule", not self.stop.needs_head or kind.calibration is not None, expected)

@@ -1,6 +1,7 @@
-"""The only list of the stop rules. inference/stopping has the rules themselves.
+"""The only list of the stop rules, which end a draft. inference/stopping has the rules themselves.
 
 `python docs/make_options.py` makes the help of the options, conf/stop and the table in docs/when-to-stop.md from it.
+The calibration head is a small network that estimates whether a drafted token is accepted.
 """
 
 from dataclasses import dataclass
@@ -12,11 +13,10 @@ class RuleEntry:
 
     factory: "module:name" of what makes it, its class or a function, of (most tokens or levels, `StopConfig`,
     `RuleInputs`: measured costs, streams, the calibration head); ".module" is in inference/stopping.
-    condition: under which it drafts another token.
+    condition: under which it drafts another token; {threshold} stands for the default.
     threshold: the default of stop.threshold, between 0 and 1; None: the rule has none. bounds: what ends a draft
-    at the threshold.
-    needs_head: it asks the calibration head. by_costs: it weighs the tokens of a chain, at most LONGEST_CHAIN, against
-    measured costs. paper: its number on arXiv.
+    at the threshold. needs_head: the rule asks the calibration head. by_costs: the rule weighs the tokens of a chain,
+    at most LONGEST_CHAIN, against measured costs. paper: its number on arXiv.
     """
 
     factory: str

@@ -1,4 +1,7 @@
-"""Settings of the server, of the audit and of compare-reports."""
+"""Settings of the server, of the audit and of compare-reports.
+
+An option is a field; its help stands in the call, or below. report.json of an audit records those not made by `free`.
+"""
 
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -39,7 +42,7 @@ class ServeConfig(DecodingConfig):
     remote_swap: bool = opt(False, "let clients of other machines give a drafter (POST /v1/drafter), a directory here")
     seed: int | None = opt(None, "of requests that have none, in their order; null: the system draws theirs")
 
-    def _check_methods(self) -> None:
+    def _check_methods(self) -> None:  # called by `check_drafters`; methods: of `DecodingConfig`
         require(len(self.methods) < 2, "method", sorted(self.methods), "one, as one drafter serves all requests")
 
 
@@ -62,7 +65,7 @@ class CompareConfig(RunConfig):
 
 
 AnswerFile = Annotated[str, RecordFile("a JSONL file of answers")]
-OF_SERVERS = (
+OF_SERVERS = (  # options that are read if a server is asked, and not with a file of answers
     "server_model", "concurrency", "server_timeout", "server_retries", "prompts", "num_prompts", "template",
     "chat_template_kwargs", "max_new_tokens", "temperature", "top_k", "top_p",
 )  # fmt: skip
@@ -96,6 +99,7 @@ class AuditConfig(RunConfig):
     dtype: Dtype = opt("auto", "what the server computes in; auto: what the weights are stored in")
     device: str = free("auto", "auto | cpu | cuda | cuda:N")
     level: Annotated[float, Gt(0), Lt(1)] = opt(0.001, "how often sampled answers may be refused by chance")
+    # coins: the uniform numbers by which `draws_of` (inference/audit) randomises the statistic u
     seed: Seed = opt(0, "of what a server draws, and of the coins of the tests and their simulation")
     out_dir: str = free("runs/audit", "where report.md and report.json go")
 

@@ -1,4 +1,4 @@
-"""Draft structures, built from their settings and stop rules."""
+"""Draft structures, built from their settings and stop rules. A structure shapes a round's draft: a chain or a tree."""
 
 import random
 from collections.abc import Mapping
@@ -28,16 +28,17 @@ def make_structure(
     head: AcceptanceHead | None = None,
     tuning: Tuning | None = None,
 ) -> Structure:
-    """A new structure of `method`.
+    """A new structure of `method`, for one generation.
 
-    streams: the generation's; the draft and the stop rule use one each. is_sampled: sample the draft from q, else take
-    the most likely tokens. head: for stop.rule=calibrated. tuning: for sizes that are "auto" (see
-    `inference.measure.probe`).
+    streams: of random numbers; the draft and the stop rule use one stream each. is_sampled: sample the draft from q,
+    else take the most likely tokens. head: the calibration head, for rules that ask it. tuning: measured costs, for
+    sizes that are "auto" and rules by costs.
     """
     settings = method.structure
     generator = streams.of("draft") if is_sampled else None
     if settings.kind == "chain":
-        is_drawn = is_sampled and method.verify != "naive"  # naive verification accepts a token with probability p
+        # drawn: `survival`, a rule of chains only, then expects min(1, p/q); naive verification accepts with p alone.
+        is_drawn = is_sampled and method.verify != "naive"
         return Chain(make_rule(method.stop, streams, head, tuning, drawn=is_drawn), generator)
     tree = make_tree(settings, generator, tuning)
     tree.rule = make_rule(method.stop, streams, head, tuning, levels=tree.max_depth)

@@ -1,4 +1,8 @@
-"""OPT-Tree: the draft tree of a given or chosen size with the largest expected accepted length."""
+"""OPT-Tree: the draft tree of a given or chosen size with the largest expected accepted length.
+
+A round drafts a tree under the root, the last committed token, and the target verifies the tree. A row is a token fed
+to the draft model (`source.extend`, which returns the logits after each). The root is row 0.
+"""
 
 import math
 import random
@@ -38,13 +42,11 @@ class OptTree(Tree):
     tree. `TreeGrowth` chooses the prefix with the best rate, and how many nodes of a level to feed.
 
     Nodes are ranked by q after the sampler, or by the softmax of logits / temperature (see `Tree.ranking`).
-
+    generator: not read, as nodes are never drawn.
     sizes: chooses the sizes that are "auto", and learns from their outcomes; None: both sizes are given.
-
-    width: the most nodes of a level that are fed, most likely first. With it and δ = 0 the tree is EAGLE-2's (arXiv
-    2406.16858, section 4), which has the largest E(A) of all trees that such steps can find.
-
-    One transfer per level; at most nodes · limit rows.
+    width: the most nodes of a level that are fed, most likely first. With a width and δ = 0 the tree is EAGLE-2's
+    (arXiv 2406.16858, section 4), which has the largest E(A) of all trees that such steps can find.
+    One transfer from the device per level; at most nodes · limit rows.
     """
 
     sizes: TreeSizes | None
@@ -67,7 +69,7 @@ class OptTree(Tree):
         node_budget = known_size(settings.nodes) if tree_growth is None else tree_growth.nodes
         delta, width, temperature = settings.delta or 0.0, settings.width, settings.temperature
         levels: list[_Level] = []
-        best: list[tuple[float, int]] = []  # (−p̂, level) of the nodes of the best tree, ascending
+        best: list[tuple[float, int]] = []  # (−p̂, level from 0) of the nodes of the best tree, ascending
         frontier, rows = _Frontier(root, [ROOT], [1.0], None), range(0)  # rows: of the nodes that were fed last
         prob_gain, last_prob_sum, node_count = math.inf, 0.0, 0
         while len(levels) < max_levels and prob_gain > delta and frontier.parent_rows:
@@ -79,7 +81,7 @@ class OptTree(Tree):
             levels.append(level)
             best = sorted([*best, *((-prob, depth) for prob in level.host_path_probs if prob > 0)])[:node_budget]
             node_count, beam_width = len(best), sum(level_of_node == depth for _, level_of_node in best)
-            if tree_growth is not None:
+            if tree_growth is not None:  # it chooses how many nodes of `best` to keep and of this level to feed
                 node_count, beam_width = tree_growth.after_level(len(rows), level.branch_probs, level.parents, best)
             prob_sum = -math.fsum(neg_prob for neg_prob, _ in best)
             prob_gain, last_prob_sum = prob_sum - last_prob_sum, prob_sum
@@ -120,7 +122,7 @@ class _Level:
     host_path_probs: list[float]  # [n]: p̂
     parents: list[int]  # [n]: indices in the level above
     branch_probs: list[float]  # [n]: q given the parent
-    first_row: int  # of the first node, if it was fed
+    first_row: int  # of the first node, if the node is fed
     fed: int = 0  # how many nodes were fed
 
     def frontier(self, rows_above: Sequence[int], width: int) -> _Frontier:
@@ -133,9 +135,9 @@ def _draft_level(
     logits: Tensor, rows: range, frontier: _Frontier, n_top: int, to_probs: ToProbs | None, temperature: float
 ) -> _Level:
     """The `n_top` most likely children of the frontier's nodes, from the logits [m, V] after them, which are `rows`."""
-    top_children = (
-        likeliest_children(logits, frontier.host_path_probs, n_top, 1 / temperature) if to_probs is None else None
-    )
+    top_children = None  # (p̂ [n], parents [n], tokens [n]) of a compiled kernel, where there is one
+    if to_probs is None:
+        top_children = likeliest_children(logits, frontier.host_path_probs, n_top, 1 / temperature)
     if top_children is not None:
         path_probs, parent_indices, tokens = top_children
         host_path_probs, parents = path_probs.tolist(), parent_indices.tolist()
@@ -145,13 +147,11 @@ def _draft_level(
             probs = probs * frontier.path_probs[:, None]
         path_probs, flat_indices = top_k_chunked(probs.flatten(), min(n_top, probs.numel()))  # [n]
         tokens, parent_indices = flat_indices % probs.shape[-1], flat_indices // probs.shape[-1]
-        host_path_probs, parent_floats = torch.stack(
-            [path_probs, parent_indices.to(path_probs.dtype)]
-        ).tolist()  # one transfer
+        packed = torch.stack([path_probs, parent_indices.to(path_probs.dtype)])  # [2, n], for one transfer
+        host_path_probs, parent_floats = packed.tolist()
         parents = [int(parent) for parent in parent_floats]
-    branch_probs = [
-        prob / frontier.host_path_probs[parent] for prob, parent in zip(host_path_probs, parents, strict=True)
-    ]
+    parent_probs = (frontier.host_path_probs[parent] for parent in parents)
+    branch_probs = [prob / parent_prob for prob, parent_prob in zip(host_path_probs, parent_probs, strict=True)]
     return _Level(tokens, path_probs, host_path_probs, parents, branch_probs, rows.stop)
 
 
@@ -169,13 +169,10 @@ def _assemble(root: Tensor, levels: Sequence[_Level], best_nodes: Sequence[tuple
         for index in level.parents[:count]
     ]
     rows = (level.first_row + index if index < level.fed else -1 for level, count in prefixes for index in range(count))
+    tokens = cat_levels([level.tokens[:count] for level, count in prefixes], root)
+    no_probs = torch.zeros(1, device=root.device)  # has the dtype and the device of an empty tree's p̂
+    path_probs = cat_levels([level.path_probs[:count] for level, count in prefixes], no_probs)
+    branch_probs = tuple(prob for level, count in prefixes for prob in level.branch_probs[:count])
     return OptimalTree(
-        cat_levels([level.tokens[:count] for level, count in prefixes], root),
-        tuple(parents),
-        tuple(rows),
-        path_probs=cat_levels(
-            [level.path_probs[:count] for level, count in prefixes], torch.zeros(1, device=root.device)
-        ),
-        masses=tuple(prob_sums),
-        branch_probs=tuple(prob for level, count in prefixes for prob in level.branch_probs[:count]),
+        tokens, tuple(parents), tuple(rows), path_probs=path_probs, masses=tuple(prob_sums), branch_probs=branch_probs
     )

@@ -1,8 +1,9 @@
 """Chains, trees of fixed shape, and MCSD's k-config trees.
 
-A fixed shape is a list of rank paths. The path (0, 2) is the third most probable child of the most probable first
-token. Nodes are numbered in level order, and a node with children is fed to the drafter, which gives it a row (see
-`Session`). Example: the paths (0), (1), (0, 0), (0, 1), (1, 0).
+The root is the last token of the text, under which a round drafts. A row is a token that is fed to the drafter
+(`source.extend`, which returns the logits after each token). A fixed shape is a list of rank paths. The path (0, 2) is
+the third most probable child of the most probable first token. Nodes are numbered in level order, and a node with
+children is fed. Example: the paths (0), (1), (0, 0), (0, 1), (1, 0).
 
     the root, row 0
     ├─ (0)      node 0, row 1
@@ -48,8 +49,8 @@ from outrider.inference.stopping.interface import Source, StopRule
 class Chain(Structure):
     """Drafts one token at a time until the stop rule stops.
 
-    Without a generator each token is the argmax, and the draft is deterministic. With one it is sampled from q, which
-    the tree records. Without a sampler, unprocessed logits decide (greedy), or their softmax (sampled).
+    Without a generator of random numbers each token is the argmax, and the draft is deterministic. With a generator it
+    is sampled from q, which the tree records. q is the softmax of the logits if the source has no `to_probs`.
     """
 
     def __init__(self, rule: StopRule, generator: random.Random | None = None):
@@ -58,10 +59,9 @@ class Chain(Structure):
 
     def draft(self, source: Source, root: Tensor, limit: int) -> DraftTree:
         max_steps, to_probs, generator = self.steps(limit), source.to_probs, self.generator
-        tokens = [root]
-        q_by_node: dict[int, Tensor] = {}
+        tokens, q_by_node = [root], dict[int, Tensor]()
         while len(tokens) <= max_steps:
-            row = len(tokens) - 1
+            row = len(tokens) - 1  # of the token to feed: the root, or node row − 1
             logits = source.extend(tokens[-1], (row - 1,))
             if generator is None:
                 scores = logits if to_probs is None else to_probs(logits, (row,))
@@ -87,8 +87,7 @@ class Chain(Structure):
 
 
 RankPath = Annotated[tuple[Annotated[int, Ge(0)], ...], Len(1)]
-# A fixed tree as rank paths in level order, with the parent of every path (see `parse_shape`).
-Shape = tuple[tuple[int, ...], ...]
+Shape = tuple[tuple[int, ...], ...]  # rank paths in level order, with the parent of every path (see `parse_shape`)
 
 
 def parse_shape(paths: Collection[tuple[int, ...]], label: str = "shape") -> Shape:
@@ -148,6 +147,8 @@ class _LevelPlan(NamedTuple):
 
 
 class _ShapePlan(NamedTuple):
+    """How a shape is drafted, level by level, and the parents and rows of the tree."""
+
     levels: tuple[_LevelPlan, ...]
     parents: tuple[int, ...]  # of every node
     rows: tuple[int, ...]  # of every node; −1 without children
@@ -155,7 +156,7 @@ class _ShapePlan(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _plan(shape: Shape, limit: int, vocabulary: int, device: torch.device) -> _ShapePlan:
-    """The plan of the paths of `shape` with at most `limit` ranks, all below `vocabulary`."""
+    """The plan of the paths of `shape` that have at most `limit` ranks, all below `vocabulary`."""
     paths = [path for path in shape if len(path) <= limit and max(path) < vocabulary]
     node_by_path: dict[tuple[int, ...], int] = {(): ROOT} | {path: node for node, path in enumerate(paths)}
     parents = tuple(node_by_path[path[:-1]] for path in paths)
@@ -187,8 +188,8 @@ class Ranked(Tree):
     def draft_shape(self, source: Source, root: Tensor, shape: Shape, limit: int) -> DraftTree:
         """The tree of this shape: deterministic, without a device transfer, of at most len(shape) rows.
 
-        Without a sampler, unprocessed logits are ranked. Paths longer than `limit` and ranks beyond the vocabulary are
-        left out.
+        Ranks are by q, or by the logits if the source has no `to_probs`. Paths longer than `limit` and ranks beyond the
+        vocabulary are left out.
         """
         max_levels, to_probs = self.steps(limit), self.ranking(source)
         if max_levels < 1:
@@ -196,8 +197,7 @@ class Ranked(Tree):
         logits = source.extend(root, (ROOT,))  # [1, V]
         vocab_size = logits.shape[-1]
         plan = _plan(shape, max_levels, vocab_size, root.device)
-        levels: list[Tensor] = []  # the tokens of every level
-        row_count = 0
+        levels, row_count = list[Tensor](), 0  # levels: the tokens of every level
         for level_plan in plan.levels:
             if levels:
                 tokens = levels[-1] if level_plan.fed is None else levels[-1][level_plan.fed]
@@ -212,7 +212,7 @@ class Ranked(Tree):
             levels.append(ranked_tokens if level_plan.flat_picks is None else ranked_tokens[level_plan.flat_picks])
             if self.stops(len(levels), levels[-1], logits, source):
                 break
-        if len(levels) < len(plan.levels):
+        if len(levels) < len(plan.levels):  # the rule stopped: the plan of the levels that there are
             plan = _plan(shape, len(levels), vocab_size, root.device)
         return DraftTree(cat_levels(levels, root), plan.parents, plan.rows)
 
@@ -231,11 +231,10 @@ class Static(Ranked):
 class KConfig(Ranked):
     """MCSD's tree: every node of level i gets up to widths[i] children, fewer if q has fewer tokens left.
 
-    How children are chosen, without a generator always as "top_k":
-    - "with_replacement": i.i.d. samples; equal ones share a node (`DraftTree.draws`).
+    How children are chosen, without a generator of random numbers always as "top_k":
+    - "with_replacement": i.i.d. samples; equal samples share a node (`DraftTree.draws`).
     - "without_replacement": x_i ~ q_i, q_1 = q, q_{i+1} = norm(q_i without x_i).
     - "top_k": the most probable tokens, deterministic.
-
     The sampled modes transfer once per level, top_k never. At most Σ_i Π_{j≤i} widths[j] rows.
     """
 
@@ -250,11 +249,9 @@ class KConfig(Ranked):
             return self.draft_shape(source, root, full_shape(widths), limit)
         to_probs = self.ranking(source) or softmax_probs
         with_replacement = self.mode == "with_replacement"
-        levels: list[Tensor] = []  # the tokens of every level
-        parents: list[int] = []
+        levels, parents = list[Tensor](), list[int]()  # the tokens of every level; the parent of every node
         draws_by_node: dict[int, tuple[int, ...]] = {}
-        q_by_node: dict[int, Tensor] = {}
-        row_by_node: dict[int, int] = {}  # of the root and the nodes with children
+        q_by_node, row_by_node = dict[int, Tensor](), dict[int, int]()  # of the root and the nodes with children
         fed_nodes, tokens, parent_rows = [ROOT], root, [ROOT]
         for depth, width in enumerate(widths[: max(self.steps(limit), 0)], start=1):
             logits = source.extend(tokens, parent_rows)  # [m, V]
@@ -317,7 +314,7 @@ def outcomes_at_nodes(tree: DraftTree, accepted_nodes: Sequence[int]) -> Iterato
 
 
 def _draw(probs: Tensor, sample_count: int, generator: random.Random, replacement: bool) -> Tensor:
-    """Sample `sample_count` tokens from each row of probs [m, V] -> [m, count], −1 if no token with q > 0 is left.
+    """Sample `sample_count` tokens from each row of probs [m, V] -> [m, samples], −1 if no token with q > 0 is left.
 
     Without replacement, each drawn token's q is set to 0 before the next draw. This has the distribution of Gumbel
     top-k, and needs one cumulative sum per draw instead of V random numbers per row.
@@ -328,7 +325,7 @@ def _draw(probs: Tensor, sample_count: int, generator: random.Random, replacemen
     for i in range(draw_count):
         uniforms = [generator.random() for _ in range(len(probs) * tokens_per_draw)]
         uniform_rows = torch.tensor(uniforms, dtype=torch.float64).view(len(probs), tokens_per_draw)
-        sampled_tokens.append(invert(q, uniform_rows.to(probs.device, non_blocking=True)))  # [m, per_round]
+        sampled_tokens.append(invert(q, uniform_rows.to(probs.device, non_blocking=True)))  # [m, tokens_per_draw]
         if i + 1 < draw_count:
             q.scatter_(-1, sampled_tokens[-1].clamp(min=0), 0.0)  # an exhausted row is 0 already
     return torch.cat(sampled_tokens, dim=-1)

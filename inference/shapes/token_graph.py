@@ -1,5 +1,8 @@
 """GSD's token graph: repeated τ-grams of a draft tree are drafted once, and unmerged for verification.
 
+The root is the last token of the text, under which a round drafts. A row is a token that is fed to the drafter
+(`source.extend`, which returns the logits after each token). p̂ of a node is the product of q along its path.
+
 A τ-gram is a sequence of τ tokens. Two nodes whose paths end in the same τ-gram most likely have the same
 continuations. So `Graph.grow` drafts these under the first node only, and merges the second node into it. `unmerge`
 copies them below the second node, because verification needs a tree. Example with τ = 2, where node 5 is merged into
@@ -38,20 +41,17 @@ class GraphTree(DraftTree):
 
 @dataclass
 class TokenGraph:
-    """Nodes on the host in level order. A merged node has no children of its own.
-
-    It shares those of `merged[node]`, the first extended node that ends the same τ-gram. The graph of children and
-    merges is acyclic.
-    """
+    """Nodes on the host in level order. A merged node has no children: it shares those of `merged[node]`, the first
+    extended node that ends the same τ-gram. The graph of children and merges is acyclic."""
 
     root_token: int
-    limit: int  # of the nodes on a path
+    limit: int  # the most nodes on a path
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     probs: list[float] = field(default_factory=list)  # q of the node given its path
     paths: list[float] = field(default_factory=list)  # p̂
     depths: list[int] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)  # −1: not fed
     children: list[list[int]] = field(default_factory=list)
     merged: dict[int, int] = field(default_factory=dict)
 
@@ -75,7 +75,7 @@ class TokenGraph:
 
     def suffix(self, node: int, gram_length: int) -> tuple[int, ...] | None:
         """The τ-gram that ends at `node`, last token first, including the root's token; None if the path is shorter."""
-        if self.depths[node] + 1 < gram_length:
+        if self.depths[node] + 1 < gram_length:  # with the root's token
             return None
         gram: list[int] = []
         while len(gram) < gram_length:
@@ -102,7 +102,7 @@ class Graph(Tree):
     """GSD's token graph, drafted and unmerged. At most `settings.nodes` nodes and rows.
 
     Copies cost no drafting and may reach the depth of the drafting steps, unless the rule stopped the graph earlier;
-    with deep_copies, the limit always.
+    with deep_copies, the limit always. Nodes are never drawn (generator), and no size is "auto" (tuning).
     """
 
     reads_root = True
@@ -120,18 +120,13 @@ class Graph(Tree):
         graph = self.grow(source, root, limit)
         drafted_count = len(graph.tokens)
         unmerge(graph, known_size(self.settings.nodes), limit if self.settings.deep_copies else 0)
-        return GraphTree(
-            torch.tensor(graph.tokens, dtype=torch.long, device=root.device),
-            tuple(graph.parents),
-            tuple(graph.rows),
-            drafted=drafted_count,
-            merged=graph.merged,
-        )
+        tokens = torch.tensor(graph.tokens, dtype=torch.long, device=root.device)
+        return GraphTree(tokens, tuple(graph.parents), tuple(graph.rows), drafted=drafted_count, merged=graph.merged)
 
     def grow(self, source: Source, root: Tensor, depth_limit: int) -> TokenGraph:
         """Grow the graph level by level until no node is left to extend (GSD §4.2, §5.2, §5.3), or the rule stops it.
 
-        A stop lowers the graph's limit. There is one transfer per level.
+        A stop lowers the graph's limit. There is one transfer from the device per level.
 
         A node gets its `out_degree` most probable children (q > 0). It stays a leaf in three cases: q < theta_prob;
         q < theta_sibling · the largest q among its siblings; or it is τ-redundant: an extended earlier node ends the
@@ -143,7 +138,7 @@ class Graph(Tree):
         p̂.
         """
         to_probs, node_budget = self.ranking(source), known_size(self.settings.nodes)
-        graph = TokenGraph(0, self.steps(depth_limit))
+        graph = TokenGraph(root_token=0, limit=self.steps(depth_limit))  # the root's token is set below
         first_nodes: dict[tuple[int, ...], int] = {}  # the first extended node that ends each τ-gram
         fed_nodes, tokens, parent_rows, rows = [ROOT], root, [ROOT], range(0)
         for depth in range(1, graph.limit + 1):
@@ -151,7 +146,7 @@ class Graph(Tree):
             rows = range(rows.stop, rows.stop + len(fed_nodes))
             top = to_probs(logits, rows).topk(min(self.settings.out_degree, logits.shape[-1]))  # [m, k]
             top_packed = torch.cat([top.values.float(), top.indices.float()], dim=-1)  # token ids below 2^24 are exact
-            if depth == 1:
+            if depth == 1:  # the id of the root comes with the first transfer
                 top_packed = torch.cat([top_packed, root[None].float()], dim=-1)
             top_rows: list[list[float]] = top_packed.tolist()  # of each fed node: k values of q, k tokens
             if depth == 1:
@@ -177,7 +172,7 @@ class Graph(Tree):
     def _select_extended(
         self, graph: TokenGraph, nodes_with_max: Sequence[tuple[int, float]], node_by_gram: dict[tuple[int, ...], int]
     ) -> list[int]:
-        """The nodes of a level that get children; τ-redundant ones are merged instead (see `grow`).
+        """The nodes of a level that get children; τ-redundant nodes are merged instead (see `grow`).
 
         nodes_with_max: each node, and the largest q among its siblings. node_by_gram: the first extended node by
         τ-gram, to which those of this level are added.

@@ -1,4 +1,8 @@
-"""Seconds of decoding passes by width, the basis of every choice of size, and the bound on the loss that it allows."""
+"""Seconds of decoding passes by width, the basis of every choice of a draft's size, and the bound on losses by drafts.
+
+The width of a pass is its number of rows; a row is one token of a pass. In a round a draft of some steps is made, a
+step is one pass of the drafter, and one pass of the target verifies the draft. Texts of a batch share passes.
+"""
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -34,10 +38,12 @@ class Costs:
         widths = [*map(float, range(len(self.verify)))]
 
         def part(cost_curve: tuple[float, ...], unshared_seconds: float) -> tuple[float, ...]:
+            """The curve of one text's part of a pass."""
             pass_seconds = [_interpolate(widths, [*cost_curve], texts * width) - unshared_seconds for width in widths]
             return tuple(seconds / texts + unshared_seconds for seconds in pass_seconds)
 
         verify, (_, unshared, plain_unshared) = part(self.verify, self.unshared[1]), self.unshared
+        # A token of plain decoding becomes cheaper as a pass over one row does.
         cost_ratio = (verify[1] - unshared) / (self.verify[1] - unshared) if self.verify[1] > unshared else 1.0
         autoregressive = (self.autoregressive - plain_unshared) * cost_ratio + plain_unshared
         return Costs(part(self.step, self.unshared[0]), verify, self.overhead, autoregressive, self.unshared)
@@ -49,7 +55,7 @@ class Costs:
         return tuple(step_seconds + verify_seconds + self.overhead for step_seconds, verify_seconds in curve_pairs)
 
     def chain_seconds(self, draft_tokens: int) -> float:
-        """Seconds of a round with a chain of so many tokens."""
+        """Seconds of a round with a chain of so many tokens, drafted in as many steps."""
         return draft_tokens * self.step[1] + self.verify[draft_tokens + 1] + self.overhead
 
     def summary(self) -> dict[str, float | dict[str, float]]:
@@ -68,7 +74,6 @@ def curve(samples: Iterable[tuple[int, float]], *, padded: bool = False) -> tupl
     Samples are pooled between powers of two (3 and 4, 5 to 8, …), and a pool's value is its `typical` seconds. Pools
     whose seconds would fall with growing width are averaged. The curve is linear between pools, continues with the last
     slope beyond the last pool (constant if it is the only one), and is constant below the first.
-
     padded: a pass takes as long as one at the next power of two, which is the width measured.
     """
     pools: dict[int, list[tuple[int, float]]] = {}
@@ -101,7 +106,7 @@ def _average_falling(values: Sequence[float]) -> list[float]:
 
 
 def _interpolate(widths: list[float], seconds: list[float], width: float) -> float:
-    """The level at `width` of the line through the points (widths, levels), which goes on as in `curve`."""
+    """The value at `width` of the line through the points (widths, seconds), which goes on as in `curve`."""
     if width <= widths[0] or len(widths) == 1:
         return seconds[0]
     knot_index = next((i for i, knot in enumerate(widths) if knot >= width), len(widths) - 1)
@@ -115,7 +120,7 @@ MAX_LOSS = 0.02  # share of plain decoding's rate
 MEMORY = 100
 TRIAL_SHARE = 0.01  # share of plain decoding's time that may be spent on drafts that are not expected to pay
 
-Sharing = Callable[[], tuple[int, int]]  # the number of texts that share passes now, and the number of their round
+Sharing = Callable[[], tuple[int, int]]  # the number of texts that share passes now, and the index of their round
 
 
 class Allowance:
@@ -130,14 +135,15 @@ class Allowance:
     draft; a useful one drafts in almost every round.
 
     costs: of a text alone. loss: the share of plain decoding's rate that may be lost. N tokens lose at most
-    (MEMORY + N) · loss tokens and one draft. sharing: of the texts that share this allowance. trials: the numbers of
-    trials and of right ones by index (see `Tuning`), of all these texts.
+    (MEMORY + N) · loss tokens and one draft. sharing: of the texts that share this allowance. trials: what the
+    estimates behind a draft's size (`Evidence`) learn from all these texts: the numbers of trials, here of drafted
+    tokens, and of right ones, by position in a chain or by band of q (see `Tuning`).
     """
 
     def __init__(self, costs: Costs, loss: float = MAX_LOSS, sharing: Sharing = lambda: (1, 0)):
         self._by_texts, self._loss, self.sharing = {1: costs}, loss, sharing
         self._emitted = self._plain_times = float(MEMORY)
-        self._credit = 1.0  # tokens that trials may lose: at first those of one, as texts differ from the measured one
+        self._credit = 1.0  # tokens that trials may lose, ≤ 1 a text; not 0 at first: it may differ from the probe's
         self._gain, self._round, self._round_drafts = 0.0, -1, True  # of all texts: see `opens_round`
         self.trials: tuple[list[float], list[float]] = ([], [])
 
@@ -155,7 +161,7 @@ class Allowance:
         return self._emitted / self._plain_times
 
     def blocks_drafts(self) -> bool:
-        """Whether no round drafts."""
+        """Whether no round drafts at present."""
         return self.rate < 1 - self._loss
 
     def takes_trial(self, token_loss: float) -> bool:
@@ -165,9 +171,9 @@ class Allowance:
         return is_affordable
 
     def opens_round(self, gain: float | None) -> bool:
-        """Whether a text drafts in this round, by passes that texts share: all of them or none.
+        """Whether a text drafts in this round, by passes that texts share: all texts or none.
 
-        gain: of the draft that its evidence recommends; None: unknown, and taken to pay.
+        gain: of a draft of the length that its stop rule finds best (`StopRule.gain`); None: unknown, and taken to pay.
         """
         texts, round_number = self.sharing()
         self._gain += ((1.0 if gain is None else gain) - self._gain) / texts  # the mean of about the last `texts` gains
@@ -177,7 +183,7 @@ class Allowance:
         return self._round_drafts
 
     def _seconds(self, rows_per_pass: Sequence[int], submit_count: int) -> float:
-        """Of a round with a draft, in plain decoding's of a token."""
+        """Seconds of a round with a draft, in units of plain decoding's seconds of a token."""
         costs = self.costs
         draft_seconds = sum(costs.step[min(row_count, WIDEST)] for row_count in rows_per_pass)
         return (draft_seconds + costs.verify[min(submit_count + 1, WIDEST)] + costs.overhead) / costs.autoregressive
@@ -188,7 +194,8 @@ class Allowance:
         rows_per_pass: rows of each drafter pass, empty if drafting was skipped; submit_count: drafted tokens that were
         verified; emit_count: tokens that the round produced.
         """
-        text_count, time_ratio = self.sharing()[0], self._seconds(rows_per_pass, submit_count) if rows_per_pass else 1.0
+        text_count = self.sharing()[0]
+        time_ratio = self._seconds(rows_per_pass, submit_count) if rows_per_pass else 1.0
         decay = 1 - 1 / (MEMORY * text_count)
         self._emitted = decay * self._emitted + emit_count
         self._plain_times = decay * self._plain_times + time_ratio

@@ -1,5 +1,6 @@
 """Draft sizes chosen from measured costs and observed acceptance, for the most tokens per second.
 
+A node is a drafted token; to submit a node is to verify it by the target. A row is a token of a pass.
 A round with draft seconds T that submits n nodes takes T + c(n + 1) + r seconds (`Costs`: c is `verify`, r `overhead`).
 It emits 1 + A tokens, A of them drafted. Every choice here maximises (1 + E[A]) / (T + c(n + 1) + r). E[A] is estimated
 from the acceptance in this generation (`Evidence`) and a prior measured together with the costs. All computation is on
@@ -21,24 +22,24 @@ from outrider.inference.core.tree import ROOT, OptimalTree
 from outrider.inference.settings import LONGEST_CHAIN, MOST_NODES
 from outrider.inference.sizing.costs import MAX_LOSS, TRIAL_SHARE, Allowance, Costs, Sharing
 
-DEEPEST = 16  # a limit of "auto", with MOST_NODES and LONGEST_CHAIN
-# Weights, in trials, of the prior and of the previous index's estimate. The acceptance of a chain depends on the text;
-# the reliability of a q depends more on the drafter.
+DEEPEST = 16  # levels of the deepest tree that max_depth=auto considers
+# Weights, in trials, of the prior (OWN) and of the previous index's estimate (NEIGHBOUR), for chains and for trees. The
+# acceptance of a chain depends on the text; the reliability of a q depends more on the drafter.
 OWN, NEIGHBOUR = 1.0, 10.0
 TREE_OWN, TREE_NEIGHBOUR = 10.0, 4.0
-BANDS = 14  # of q, two to an octave
+BANDS = 14  # of q, two for each factor of 2
 _LOWER_BOUNDS = [2.0 ** (-index / 2) for index in range(BANDS - 1, 0, -1)]  # of all bands but the last, ascending
 SPARE, MIN_NODES, WINDOW = 2, 4, 16  # see `TreeSizes`
 INDICES = max(LONGEST_CHAIN, BANDS)  # most indices of trials
 TUNED_TOKENS = 192  # maximum length of a generation that is measured for a `Tuning`
 DECAY = 0.97  # factor on the weight of old trials per round: text has easy and hard stretches
 
-Trials = Iterator[tuple[int, float, float]]  # index, number of trials, number of right ones
+Trials = Iterator[tuple[int, float, float]]  # index, number of trials, number of right trials
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """Measured costs, and a prior: per index, the number of trials and of right ones.
+    """Measured costs, and a prior: per index, the number of trials and of right trials, which the target accepted.
 
     An index is a position in a chain, or a band of q. The trials of a band are Σ q over the candidates at nodes on the
     target's path: the number of acceptances that q predicts.
@@ -47,7 +48,7 @@ class Tuning:
     costs: Costs
     trials: tuple[float, ...] = ()  # trials by index
     hits: tuple[float, ...] = ()  # right ones of them by index
-    shared: Callable[[], Allowance] | None = None  # of all texts of a batch, whose number decides what passes cost
+    shared: Callable[[], Allowance] | None = None  # by all texts of a batch, whose number decides what passes cost
 
     @property
     def costs_now(self) -> Costs:
@@ -55,18 +56,18 @@ class Tuning:
         return self.costs if self.shared is None else self.shared().costs
 
     def of_all(self, sharing: Sharing) -> "Tuning":
-        """For texts that share passes: one allowance and one prior for all of them, and costs by their number."""
-        allowance = Allowance(self.costs, TRIAL_SHARE, sharing)
+        """For texts that share passes: one `Allowance` and one prior for all of them, and costs by their number."""
+        allowance = Allowance(self.costs, loss=TRIAL_SHARE, sharing=sharing)
         allowance.trials = [*self.trials], [*self.hits]
         return replace(self, shared=lambda: allowance)
 
     def allowance(self, loss: float = MAX_LOSS) -> Allowance:
-        """The batch's, else a new one."""
+        """What decides whether rounds draft: the `Allowance` of the batch, or for a text alone a new `Allowance`."""
         return Allowance(self.costs, loss) if self.shared is None else self.shared()
 
 
 class Evidence:
-    """The estimated share of right trials per index 0 … size − 1, from this generation's trials and a prior.
+    """The estimated share of right trials per index 0 … index_count − 1, from this generation's trials and a prior.
 
     The estimate of an index weighs its own trials, `prior` trials at the prior's share, and `neighbour` trials at the
     previous index's estimate: an untried index follows the last tried one. start: the share of the first index without
@@ -84,6 +85,7 @@ class Evidence:
             counts += [0.0] * (index_count - len(counts))
 
     def add(self, trials: Trials) -> None:
+        """Learn from a round's trials; an old trial loses weight with every round."""
         outcomes = [*trials]
         for tried, right in [(self.trials, self.hits), *([self._prior_trials] if outcomes and self._shared else ())]:
             tried[:], right[:] = [DECAY * count for count in tried], [DECAY * count for count in right]
@@ -100,6 +102,7 @@ class Evidence:
     def _smooth(
         self, tried: Sequence[float], right: Sequence[float], prior_shares: Sequence[float], weights: Sequence[float]
     ) -> list[float]:
+        """By index `right` / `tried`, with `weights` trials at `prior_shares` and some at the previous estimate."""
         estimates: list[float] = []
         for trials, hits, prior_share, weight in zip(tried, right, prior_shares, weights, strict=False):
             last_weight, last_share = (self._neighbour, estimates[-1]) if estimates else (0.0, 0.0)
@@ -110,7 +113,7 @@ class Evidence:
 def best_prefix(worths: Iterable[float], round_seconds: Iterable[float], best_rate: float = 0.0) -> tuple[int, float]:
     """How many of the tokens to submit for the most tokens per second, and that rate.
 
-    worths: of each token, the expected accepted ones. round_seconds: of rounds that submit 1, 2, … tokens. best_rate:
+    worths: the probability that each token is accepted. round_seconds: of rounds that submit 1, 2, … tokens. best_rate:
     the tokens per second to exceed, else none is submitted.
     """
     best_count, expected_tokens = 0, 1.0
@@ -124,7 +127,7 @@ def best_prefix(worths: Iterable[float], round_seconds: Iterable[float], best_ra
 def best_length(acceptance: Sequence[float], costs: Costs) -> tuple[int, float]:
     """The length ≥ 1 of a chain with the most tokens per second, and that rate.
 
-    shares[k]: how often token k + 1 is right if all earlier ones are.
+    acceptance[k]: how often token k + 1 is right if all earlier tokens are.
     """
     return best_prefix(itertools.accumulate(acceptance, operator.mul), map(costs.chain_seconds, itertools.count(1)))
 
@@ -138,14 +141,12 @@ class TreeSizes:
     """nodes=auto and max_depth=auto of an OPT-Tree: how many nodes to submit, and when to stop adding levels.
 
     nodes, depth: given numbers; None: chosen here.
-
     Every candidate node costs time, and most are too unlikely to be submitted. So a round considers `SPARE` times the
-    nodes of the largest tree in the last `WINDOW` rounds.
+    nodes of the largest tree in the last `WINDOW` rounds, or of `MIN_NODES` if that is more.
     """
 
     def __init__(self, tuning: Tuning, nodes: int | None, depth: int | None):
-        self._tuning = tuning
-        self.nodes, self.depth = nodes, depth
+        self._tuning, self.nodes, self.depth = tuning, nodes, depth
         self.max_nodes, self.max_depth = nodes or MOST_NODES, depth or DEEPEST
         self._submitted = deque([self.max_nodes], WINDOW)
         self._evidence = Evidence(BANDS, tuning, prior=TREE_OWN, neighbour=TREE_NEIGHBOUR, start=1.0)
@@ -188,12 +189,11 @@ class TreeGrowth:
     A node's worth is the product of q along its path, every q scaled by the observed reliability of its band (accepted
     / Σ q). Example: a greedy target accepts a q of 0.8 more often than that, and a q of 0.1 less often. The next level
     is expected to hold one child per fed node, with its parent's worth times this level's mass over the last level's.
-
-    nodes: the number of most likely nodes that are considered.
+    nodes: the number of most likely nodes that are considered. band_reliability: by band of q, P(right) / q.
     """
 
-    def __init__(self, sizes: TreeSizes, trust: Sequence[float], nodes: int, costs: Costs):
-        self._sizes, self._trust, self.nodes, self._costs = sizes, trust, nodes, costs
+    def __init__(self, sizes: TreeSizes, band_reliability: Sequence[float], nodes: int, costs: Costs):
+        self._sizes, self._band_reliability, self.nodes, self._costs = sizes, band_reliability, nodes, costs
         self._spent, self._mass = 0.0, 1.0  # seconds of drafting; summed worth of the last level's submitted nodes
         self._worths: list[list[float]] = []  # of the nodes of every level
 
@@ -203,8 +203,8 @@ class TreeGrowth:
         """Add a level that feeding `fed_count` rows produced, its most likely nodes first.
 
         branch_probs, parents: each node's q given its parent, and the parent's index in the previous level.
-        best: (−p̂, depth from 0) of the most likely nodes so far, ascending. They are a prefix of every level.
-
+        best: (−p̂, depth from 0) of the most likely nodes so far, ascending, p̂ the product of q along the path. They are
+        a prefix of every level.
         Returns how many of `best` to submit if drafting ended here, and how many of this level's nodes to feed for the
         next level, most likely first; 0: verify now.
         """
@@ -214,7 +214,7 @@ class TreeGrowth:
         worth_iters = [iter(level_worths) for level_worths in self._worths]
         worths = [next(worth_iters[depth]) for _, depth in best]
         count, rate = len(best), 0.0
-        if sizes.nodes is None:
+        if sizes.nodes is None:  # item 2 of `verify` is for the root and one node
             round_seconds = (self._spent + verify_seconds + costs.overhead for verify_seconds in costs.verify[2:])
             count, rate = best_prefix(worths, round_seconds)
         emitted = 1.0 + math.fsum(worths[:count])
@@ -231,11 +231,14 @@ class TreeGrowth:
     def _add_level(self, branch_probs: Sequence[float], parents: Sequence[int]) -> None:
         """Add the worths of a level's nodes."""
         worths_above = self._worths[-1] if self._worths else [1.0]
-        shares = (min(1.0, q * self._trust[band(q)]) for q in branch_probs)
+        shares = (min(1.0, q * self._band_reliability[band(q)]) for q in branch_probs)
         self._worths.append([worths_above[parent] * share for parent, share in zip(parents, shares, strict=True)])
 
     def _best_feed(self, child_worths: Sequence[float], worths: Sequence[float], emitted: float) -> tuple[int, float]:
-        """The number of rows to feed next, and the tokens per second then expected."""
+        """The number of rows to feed next, and the tokens per second then expected. child_worths: of a child per row.
+
+        worths: of the nodes to submit, the likeliest first. emitted: the tokens expected of them and the target.
+        """
         costs, free = self._costs, self.nodes - len(worths)
         best_rate, feed_count = 0.0, 0
         for rows, gain in enumerate(child_worths, start=1):

@@ -1,7 +1,9 @@
 """Stop rules by measured costs: survival × cost, which drafts while further tokens are worth their time, and the best
 length of a chain.
 
-Survival calibrates the scores of tokens for the current text as it grows.
+A rule is asked after every drafted token whether to stop (`stop`), and learns from the verified draft (`observe`).
+Survival calibrates the scores of tokens for the current text as the text grows. A score is the logit of q, or of the
+calibration head, a network that estimates whether a token is accepted. A token is right if the target accepts it.
 """
 
 from collections.abc import Callable
@@ -74,14 +76,11 @@ class Survival(StopRule):
     that were right (`Evidence`). They cost m draft steps and a wider target pass. Drafting continues if any m pays. The
     running rate is this generation's tokens per second by the measured costs, so no clock decides. This is the
     stopping rule of a renewal process: its rate is largest if no round continues below it.
-
-    score: the logit of a step; one transfer.
+    score: the logit of a drafted token; one transfer from the device.
     """
 
     def __init__(self, tuning: Tuning, score: Callable[[Step], float], trust: Trust, max_draft: int = LONGEST_CHAIN):
-        self.max_draft = max_draft
-        self.trust = trust
-        self._score = score
+        self.max_draft, self.trust, self._score = max_draft, trust, score
         self._tuning, self._costs = tuning, tuning.costs_now
         self._evidence = Evidence(LONGEST_CHAIN, tuning)
         self._shares = self._evidence.shares()
@@ -100,11 +99,10 @@ class Survival(StopRule):
         return self._emitted / self._seconds
 
     def gain(self) -> float:
-        """The gain in tokens of a chain of the best length (see `Allowance`), at its expected rate or the running rate.
-
-        The larger one counts: the running rate also knows what the scores are good for. If the number of texts that
-        share passes has changed, the costs have too, and the running rate begins anew.
-        """
+        """The tokens of a chain of the best length beyond those of plain decoding in its time; they decide whether a
+        round drafts (`Allowance`). The larger of its expected rate and the running rate counts: the running rate also
+        knows what the scores are good for. If the number of texts that share passes has changed, the costs have too,
+        and the running rate begins anew."""
         costs = self._tuning.costs_now
         length, rate = best_length(self._shares, costs)
         if costs is not self._costs:
@@ -177,6 +175,6 @@ class BestLength(StopRule):
         return rate
 
     def gain(self) -> float:
-        """The gain in tokens of a chain of the best length, which this updates (see `Allowance`)."""
+        """As `Survival.gain`, of the best length, which this updates."""
         costs, rate = self._tuning.costs_now, self._choose_length()
         return (rate - 1 / costs.autoregressive) * costs.chain_seconds(self.length)

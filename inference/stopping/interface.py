@@ -1,4 +1,8 @@
-"""The interface of a stop rule, what it may ask of a drafted token and of its generation, and the plainest rule."""
+"""The interface of a stop rule, what it may ask of a drafted token and of its generation, and the plainest rule.
+
+In a round a drafter drafts a chain or a tree of tokens, and one pass of the target verifies the draft. After every
+drafted token, or level of a tree, the stop rule decides whether to verify now. q: the drafter's distribution.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,17 +16,18 @@ from outrider.base.streams import Streams
 from outrider.draft_models.calibration_head import AcceptanceHead, log_odds
 from outrider.inference.sizing.policy import Tuning
 
-# Logits [n, V] after the rows with these numbers -> draft distributions [n, V].
+# (logits [n, V], the numbers of the n fed tokens that the logits follow) -> draft distributions q [n, V].
 ToProbs = Callable[[Tensor, Sequence[int]], Tensor]
 Value = TypeVar("Value")
 
 
 class Source(Protocol):
-    """A draft model during one round, as a structure feeds it and a stop rule asks it (see `DraftModel`).
+    """A draft model during one round, as a stop rule reads it. A row: a token that is fed to the model.
 
-    hidden [n, d_D]: the drafter's last hidden states at the rows fed last; target_hidden [1, d_T]: the target's last
-    hidden state at the last verified position. to_probs: turns its logits into draft distributions; None under greedy
-    decoding.
+    hidden [n, d_D]: the drafter's last hidden states at the n rows fed last; target_hidden [1, d_T]: the target's last
+    hidden state at the last verified position. to_probs: turns logits into draft distributions; None under greedy
+    decoding. extend: feeds tokens [n], each after the row `parents[i]` of this round (−1: none); returns the next
+    token's logits after each [n, V].
     """
 
     @property
@@ -38,17 +43,16 @@ class Source(Protocol):
 class Step:
     """One drafted token, the input of a stop rule. Tensors stay on the device until a rule reads them.
 
-    A level of a tree is represented by the node that the target most likely reaches: the largest p̂ in an OPT-Tree or
-    token graph. If no p̂ is computed, it is the level's first node, which a chain would have drafted: the most likely
-    child of the most likely child … in a fixed shape, the first draw under the first draw … in a sampled k-config
-    tree.
+    A level of a tree is represented by the node with the largest p̂, the estimated probability that the target reaches
+    a node. If the tree has no p̂, it is the level's first node, which a chain would have drafted: the most likely child
+    of the most likely child … in a fixed shape, the first draw under the first draw … in a tree of sampled tokens.
     """
 
     drafted: int  # tokens on the path to the token, including itself: the draft's depth so far
-    token: Tensor  # [1]
+    token: Tensor  # [1], its id
     logits: Tensor  # [1, V], which predicted the token
-    source: Source  # holds the hidden states of these logits, in row `row` of the last rows it was fed
-    row: int = 0
+    source: Source  # holds the hidden states of these logits
+    row: int = 0  # their index among the rows that `source` was fed last
 
     @property
     def hidden(self) -> Tensor:
@@ -89,7 +93,8 @@ class StopRule(Protocol):
         return
 
     def gain(self) -> float | None:
-        """The gain (see `Allowance`) of the next draft, if the rule has costs and it is a chain."""
+        """Tokens expected of the next draft, less those of plain decoding in its time; None unless the rule has costs
+        and drafts a chain."""
         return None
 
 
@@ -99,23 +104,23 @@ def sigmoid(logit: float) -> float:
 
 
 def ask_head(head: AcceptanceHead, step: Step) -> float:
-    """The logit of `head` for the token just drafted. One transfer."""
+    """The logit of `head` for the token just drafted. One transfer from the device."""
     position = torch.tensor([step.drafted], device=step.hidden.device)
     return float(head(step.source.target_hidden, step.hidden, position, step.log_probability))
 
 
 @dataclass(frozen=True)
 class RuleInputs:
-    """What a rule of one generation, from which it learns, may ask besides its settings."""
+    """What a rule may ask besides its settings. A rule is made for one generation, and learns from its rounds."""
 
-    streams: Streams  # the generation's
-    calibration_head: AcceptanceHead | None = None  # the drafter's, if it has one
-    measured: Tuning | None = None  # costs, if they were measured
+    streams: Streams  # the generation's random streams
+    calibration_head: AcceptanceHead | None = None  # the drafter's, if it has one: estimates acceptance
+    measured: Tuning | None = None  # the times of drafting and of the target's passes, if they were measured
     drawn: bool = False  # whether drafts are sampled from q; otherwise they are the most likely tokens
 
     @property
     def head(self) -> AcceptanceHead:
-        """The calibration head. Raises `ValueError` without one."""
+        """The calibration head. Raises `ValueError` if there is none."""
         return require_value(self.calibration_head, "this stop rule needs the drafter's calibration head")
 
     @property
@@ -127,7 +132,7 @@ class RuleInputs:
 class FixedLength(StopRule):
     """Always draft `max_draft` tokens, or levels: the K of plain speculative decoding."""
 
-    def __init__(self, max_draft: int, *_: object):
+    def __init__(self, max_draft: int, *_: object):  # every rule is made of (max_draft, settings, inputs)
         self.max_draft = max_draft
 
     def stop(self, step: Step) -> bool:
@@ -137,6 +142,7 @@ class FixedLength(StopRule):
 def require_value(
     optional: Value | None, message: str = "what is chosen by costs needs measured ones (inference.measure.probe)"
 ) -> Value:
+    """`optional`; raises `ValueError` with `message` for None."""
     if optional is None:
         raise ValueError(message)
     return optional

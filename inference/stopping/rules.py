@@ -1,8 +1,9 @@
-"""The stop rules of the table (see `RULES`), and how one is made of its settings.
+"""The stop rules, which end a draft before its longest length, and `make_rule`, which makes one of its settings.
 
-Rules that compare one number with a bound: a length, a probability, an entropy or a risk. EESD's Thompson sampling on
-observed acceptance, alone or combined with a calibration head's estimate. Those by measured costs have a module of
-their own.
+Some rules compare one number with a bound: a probability, an entropy or a risk. EESD's rules do Thompson sampling on
+observed acceptance, alone or combined with the estimate of the drafter's calibration head. `FixedLength` and rules by
+measured costs, such as `BestLength`, have modules of their own. A rule belongs to one generation. After every drafted
+token `stop(step)` says whether to verify now; after every verification `observe(drafted, accepted)` has both counts.
 
 AdaEDL and SVIP read the entropy H(q), in nats, of the drafter's distribution: a drafter with a broad one is rarely
 right. Both bound the acceptance probability from below by 1 − √(c H(q)), and stop when the bound is low.
@@ -20,16 +21,16 @@ from outrider.inference.sizing.policy import Tuning
 from outrider.inference.stopping.by_costs import BestLength
 from outrider.inference.stopping.interface import RuleInputs, Step, StopRule, ask_head, sigmoid
 
-# AdaEDL's threshold: the target acceptance rate, the step, and the smoothing of rate and threshold. It follows
-# Draft & Verify (arXiv 2309.08168); these values are not checked against a paper.
+# AdaEDL's threshold: the acceptance rate aimed at, the step, and the weights of the old rate and the old threshold. The
+# scheme is Draft & Verify's (arXiv 2309.08168); these values are not checked against a paper.
 AIM_RATE, STEP, KEPT_RATE, KEPT_THRESHOLD = 0.9, 0.01, 0.5, 0.9
 
 
 class Thresholded(StopRule):
-    """A rule that compares one number a token with the bound of its settings. One transfer per token."""
+    """A rule that compares one number a token with the bound of its settings. One transfer from the device a token."""
 
     def __init__(self, max_draft: int, stop: StopConfig, inputs: RuleInputs):
-        self.max_draft, self.threshold = max_draft, stop.bound
+        self.max_draft, self.threshold = max_draft, stop.bound  # a subclass reads `inputs`
 
 
 class Confidence(Thresholded):
@@ -85,7 +86,7 @@ class RejectionRisk(Thresholded):
         self.head, self._survival = inputs.head, 1.0
 
     def stop(self, step: Step) -> bool:
-        prev_survival = self._survival if step.drafted > 1 else 1.0
+        prev_survival = self._survival if step.drafted > 1 else 1.0  # a new draft begins
         self._survival = prev_survival * sigmoid(ask_head(self.head, step))
         return step.drafted >= self.max_draft or 1 - self._survival > self.threshold
 
@@ -126,7 +127,7 @@ class BetaThompson(StopRule):
 class PosteriorMean(StopRule):
     """Continue while the mean of θ is at least the threshold, θ the probability that the next draft token is right.
 
-    Its posterior is θ ~ N(μ, σ²) with μ = w θ_M + (1 − w) θ̂, w = σ_S²/(nσ_M² + σ_S²), σ² = σ_M²σ_S²/(σ_S² + nσ_M²)
+    The posterior is θ ~ N(μ, σ²) with μ = w θ_M + (1 − w) θ̂, w = σ_S²/(nσ_M² + σ_S²), σ² = σ_M²σ_S²/(σ_S² + nσ_M²)
     (EESD, Algorithm 3). θ_M is the calibration head's probability of this token, θ̂ the observed acceptance, n the
     number of verifications. So the head dominates at first (w = 1 at n = 0), observation later.
 
@@ -141,13 +142,13 @@ class PosteriorMean(StopRule):
         self.max_draft, self.settings, self.head = max_draft, stop, inputs.head
         self.estimate = stop.prior
         self.verifications = 0
-        self._tested = 1  # the prior's weight
+        self._tested = 1  # tokens that the estimate counts; at first the weight of the prior
 
     def stop(self, step: Step) -> bool:
         return step.drafted >= self.max_draft or self.posterior(step)[0] < self.settings.bound
 
     def posterior(self, step: Step) -> tuple[float, float]:
-        """Mean and variance of θ after `step`. One transfer if the head is used."""
+        """Mean and variance of θ after `step`. The head is asked only if its answer counts: one transfer."""
         return self.posterior_of(0.0 if self.settings.evidence == "sample" else sigmoid(ask_head(self.head, step)))
 
     def posterior_of(self, head_prob: float) -> tuple[float, float]:
@@ -167,13 +168,13 @@ class PosteriorMean(StopRule):
             tested_count = min(accepted + 1, drafted)
             self.estimate = (self.estimate * self._tested + accepted) / (self._tested + tested_count)
             self._tested += tested_count
-        else:  # t counts accepted tokens only
+        else:  # the paper's count has accepted tokens only
             self._tested += accepted
             self.estimate = (self.estimate * (self._tested - accepted) + accepted) / self._tested
 
 
 class CalibratedThompson(PosteriorMean):
-    """Sample θ from that posterior, clamp it to [0, 1], and continue with probability θ (EESD, Algorithm 3)."""
+    """Sample θ from the same posterior, clamp it to [0, 1], and continue with probability θ (EESD, Algorithm 3)."""
 
     def __init__(self, max_draft: int, stop: StopConfig, inputs: RuleInputs):
         super().__init__(max_draft, stop, inputs)
@@ -194,7 +195,11 @@ def make_rule(
     levels: int | None = None,
     drawn: bool = False,
 ) -> StopRule:
-    """A new stop rule of one generation (see `RuleInputs`). levels: how many a tree has by itself; None for a chain."""
+    """A new stop rule of one generation.
+
+    streams: of random numbers. head: the drafter's calibration head. tuning: measured costs. levels: of a tree without
+    a stop rule; None: a chain. drawn: whether drafts are sampled from q.
+    """
     inputs = RuleInputs(streams, head, tuning, drawn)
     if stop.max_draft == AUTO:
         return BestLength(inputs.tuning)

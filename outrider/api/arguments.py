@@ -1,4 +1,8 @@
-"""Checks of the Python API's arguments: prompts (a text, a conversation or token ids), sampling, known options."""
+"""Checks of the Python API's arguments: prompts (a text, a conversation or token ids), sampling, known options.
+
+`require` raises a `UserError` that names the argument, its value and what was expected. A `TargetSetup` has the
+tokenizer, config and chat template of the target, without its weights.
+"""
 
 import functools
 import inspect
@@ -21,7 +25,8 @@ if TYPE_CHECKING:
 _Parameters = ParamSpec("_Parameters")
 _Return = TypeVar("_Return")
 TextArgument = Annotated[str, Named("a text")]
-# {"role": "system" | "user" | "assistant", "content": text}; the last is a user's. An answer may have its "ids".
+# {"role": "system" | "user" | "assistant", "content": text}; the last is a user's. An answer may have the token "ids"
+# that it was written with.
 Messages = Sequence[Mapping[str, object]]
 PromptInput = str | Messages | Sequence[int]  # a text, a conversation, or token ids
 _FIELDS = ("role", "content")
@@ -29,7 +34,7 @@ _ROLES = ("system", "user", "assistant")
 _PROMPT = "one text, one conversation (a list of messages {'role': …, 'content': …}), or one list of token ids"
 
 
-def is_token_ids(prompt: object) -> TypeGuard[Sequence[int]]:
+def is_token_ids(prompt: object) -> TypeGuard[Sequence[int]]:  # a bool, which is an int, is no id
     return isinstance(prompt, list | tuple) and bool(prompt) and all(type(item) is int for item in prompt)
 
 
@@ -58,17 +63,20 @@ def require_conversation(prompt: object, key: str) -> Messages:
 def read_prompt(
     setup: "TargetSetup", prompt: PromptInput, key: str, template_arguments: Mapping[str, object]
 ) -> list[int]:
-    """The token ids of one prompt; perhaps not all if they exceed the context. Raises `UserError` naming `key`."""
+    """The token ids of one prompt; perhaps not all if they exceed the context. Raises `UserError` naming `key`.
+
+    template_arguments: what the chat template reads besides the messages (`KWARGS` is the option's name).
+    """
     is_conversation = not isinstance(prompt, str) and not is_token_ids(prompt)
     expected = "none: only a conversation is rendered by a template"
     require(is_conversation or not template_arguments, KWARGS, template_arguments, expected)
     if is_token_ids(prompt):
-        most = setup.config.vocab_size
+        size = setup.config.vocab_size
         for index, token in enumerate(prompt):
-            require(0 <= token < most, f"{key}[{index}]", token, f"a token id of the target: 0 to {most - 1}")
+            require(0 <= token < size, f"{key}[{index}]", token, f"a token id of the target: 0 to {size - 1}")
         return [*prompt]
     if isinstance(prompt, str):
-        ids = render_prompt([prompt], setup.tokenizer, "none", context=context_limit(setup.config), where=key)
+        ids = render_prompt([prompt], setup.tokenizer, template="none", context=context_limit(setup.config), where=key)
     else:
         ids = _render(setup, require_conversation(prompt, key), key, template_arguments)
     require(bool(ids), key, prompt, "at least one token to continue from: an empty prompt has none")

@@ -3,8 +3,11 @@
     model = Decoder.load("runs/eesd")
     model.generate("The")              # a text  =  the pieces of `stream`  =  the tokens of `rounds`
 
-The runtime is evaluate-checkpoint's. Greedy text is the target's, token for token. Sampled text has the target's
-distribution. Several threads may use a model: their texts are decoded together.
+The runtime is that of the command evaluate-checkpoint. Greedy text is the target's, token for token. Sampled text has
+the target's distribution. Several threads may use a model: one worker thread decodes their texts together.
+
+A method says how to draft: by which kind of drafter, in which shape, and when to stop. A preset is a named method. A
+round is one pass of the target and the tokens that it commits. `require` raises `UserError` unless its condition holds.
 """
 
 import functools
@@ -19,17 +22,8 @@ from typing import Annotated, Any, Self, overload
 from annotated_types import Ge, Le
 from transformers import PreTrainedTokenizerBase
 
-from outrider.api.arguments import (
-    Messages,
-    PromptInput,
-    TextArgument,
-    is_prompt_list,
-    option_names,
-    read_prompt,
-    refuse_unknown_options,
-    require_known_options,
-    sampling_of,
-)
+from outrider.api import arguments as checks
+from outrider.api.arguments import Messages, PromptInput, TextArgument, read_prompt, refuse_unknown_options
 from outrider.base.errors import require
 from outrider.base.progress import Stage
 from outrider.base.settings import Count, construct
@@ -59,17 +53,13 @@ from outrider.inference.sizing.policy import Tuning
 
 @dataclass(frozen=True)
 class GenerationCounts:
-    """The counts of a generation: new tokens, and the target's passes that decoded all new tokens but the first.
+    """The counts of a generation."""
 
-    prompt: the number of its tokens. ended: whether an end token ended the text. ids: the new tokens, the end token
-    included.
-    """
-
-    tokens: int
-    passes: int
-    prompt: int = 0
-    ended: bool = False
-    ids: tuple[int, ...] = ()
+    tokens: int  # new tokens, the end token included
+    passes: int  # of the target, which decoded all new tokens but the first
+    prompt: int = 0  # tokens of the prompt
+    ended: bool = False  # whether an end token ended the text
+    ids: tuple[int, ...] = ()  # of the new tokens
 
     @property
     def tau(self) -> float:
@@ -97,15 +87,16 @@ class Decoder:
                 self.ids([*system_turns, {"role": "user", "content": "?"}])
             target, dtype, device = setup.target, setup.dtype, setup.device
             self.drafters = load_drafters(config, target, dtype=dtype, device=device)
+            # None: transformers' own model of the target is not loaded.
             self.stack = load_stack(target, None, dtype, device, by_layers=config.by_layers, int8=setup.int8)
             prepare_models(self.stack, self.drafters)
         self.runtime = make_runtime(config.runtime, self.setup.device)
-        self.budget = budget_of(self.stack, self.drafters, cache_bytes)
+        self.budget = budget_of(self.stack, self.drafters, cache_bytes)  # bytes for KV caches
         text_batch = Batch(self.runtime, budget=self.budget)
         self._worker = Worker(text_batch, batch, functools.partial(use_device, self.stack.device))  # runs all passes
         self.last: GenerationCounts | None = None
-        self._inherited: dict[tuple[bool, bool], Inherited] = {}
-        self._tuning: Tuning | None = None
+        self._inherited: dict[tuple[bool, bool], Inherited] = {}  # see `_inherit`
+        self._tuning: Tuning | None = None  # the costs that `_tune` measured
         self._tuned = False
 
     def __repr__(self) -> str:
@@ -148,8 +139,8 @@ class Decoder:
         name: a name for your own settings.
         target: the drafter's target; for an early exit, the target's current path.
         small_lm, eagle3, mtp, dflash, table, drafters, template, chat_template_kwargs: options of evaluate-checkpoint.
-        conversations: whether there will be some, or the system message of all: then it is an error now, before the
-        weights are loaded, if no template for them is known.
+        conversations: whether prompts will be conversations, or the system message of all: then it is an error now,
+        before the weights are loaded, if no template for them is known.
         batch: the most texts that are decoded at once; each has its own KV cache, which grows with it.
         cache_bytes: the memory for the caches of all texts; None: half of what is free after loading. Texts that do not
         fit wait, the oldest goes on at any size.
@@ -167,8 +158,7 @@ class Decoder:
         name = construct(str, name or (method_key(method) if isinstance(method, str) else "method"), "name")
         config = EvaluateConfig(
             checkpoint=str(source) if is_drafter else None,
-            target=target if is_drafter else str(source),
-            revision=revision,
+            target=target if is_drafter else str(source), revision=revision,
             small_lm=small_lm, eagle3=eagle3, mtp=mtp, dflash=dflash, table=table,
             drafters=construct(dict[str, str], drafters or {}, "drafters"),
             methods={name: preset(method) if isinstance(method, str) else method},
@@ -197,8 +187,8 @@ class Decoder:
         `options`. All prompts are checked before the first is decoded.
         """
         for option_set in (options, *each):
-            require_known_options("generate", option_set, option_names(self.stream))
-        if not is_prompt_list(prompt):
+            checks.require_known_options("generate", option_set, checks.option_names(self.stream))
+        if not checks.is_prompt_list(prompt):
             require(not each, "each", each, "nothing for a single prompt")
             return "".join(self.stream(prompt, **options))
         require(len(each) in (0, len(prompt)), "each", each, f"options of each of the {len(prompt)} prompts")
@@ -207,7 +197,7 @@ class Decoder:
         template_kwargs = [text_options.pop(KWARGS, None) for text_options in all_options]
         prompt_ids = [self.ids(item, f"prompt[{i}]", template_kwargs[i]) for i, item in enumerate(prompt)]
         streams = [self.stream(ids, **text_options) for ids, text_options in zip(prompt_ids, all_options, strict=True)]
-        with ThreadPoolExecutor(min(self._worker.most, len(streams))) as pool:
+        with ThreadPoolExecutor(min(self._worker.max_texts, len(streams))) as pool:
             return [*pool.map("".join, streams)]
 
     @refuse_unknown_options
@@ -243,7 +233,7 @@ class Decoder:
         Raises `UserError` for an invalid prompt, for options that contradict each other, and if the context is too
         short.
         """
-        sampling = sampling_of(do_sample, temperature, top_k, top_p, min_p, repetition_penalty)
+        sampling = checks.sampling_of(do_sample, temperature, top_k, top_p, min_p, repetition_penalty)
         ids = self.ids(prompt, arguments=chat_template_kwargs)
         rounds = self.rounds(ids, sampling, max_new_tokens=max_new_tokens, stop_strings=stop_strings, seed=seed)
         return self._pieces(rounds, len(ids))
@@ -308,8 +298,8 @@ class Decoder:
         decoder.drafters = load_drafters(decoder.config, setup.target, dtype=setup.dtype, device=self.stack.device)
         for drafter_kind, drafter in decoder.drafters.items():
             self._worker.do(functools.partial(kinds.KINDS[drafter_kind].load_plugin().prepare, drafter, self.stack))
-        decoder.budget = budget_of(self.stack, decoder.drafters, self.budget.most)
-        batch = self._worker.batch
+        decoder.budget = budget_of(self.stack, decoder.drafters, self.budget.max_bytes)
+        batch = self._worker.batch  # shared with this decoder: the larger budget of both holds
         batch.budget = max(batch.budget or self.budget, decoder.budget)
         decoder.last, decoder._tuning, decoder._tuned = None, None, False
         return decoder
@@ -336,7 +326,10 @@ class Decoder:
         return read_prompt(self.setup, prompt, key, construct(dict[str, object], arguments or {}, KWARGS))
 
     def _inherit(self, sampling: SamplingConfig, stop_strings: tuple[str, ...]) -> Inherited:
-        """What the target's generation config says where `sampling` and `stop_strings` say nothing; read once."""
+        """The target's generation config, as far as `sampling` and `stop_strings` leave fields unset.
+
+        The config is read once for each combination of unset fields.
+        """
         setup, unset_flags = self.setup, (sampling.repetition_penalty is None, not stop_strings)
         if unset_flags not in self._inherited:
             self._inherited[unset_flags] = inherit(
@@ -380,7 +373,7 @@ class Decoder:
         clock = synchronized_clock if self.setup.device.type == "cuda" else time.perf_counter
         tuned_methods, tunings = tune(
             {self.name: self.method}, self.stack, self.drafters, prompt_ids, self.setup.text(1, sampling),
-            runtime=self.runtime, clock=clock,
+            runtime=self.runtime, clock=clock,  # the 1 of `text` is not read: `tune` sets the number of tokens
         )  # fmt: skip
         self.method, self._tuned = tuned_methods[self.name], True
         if tuning := tunings.get(self.name):

@@ -1,4 +1,4 @@
-"""The model of `import outrider`: a decoder that is also measured as by evaluate-checkpoint."""
+"""The model of `import outrider`: a decoder that is also measured as by the command evaluate-checkpoint."""
 
 import tempfile
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ from outrider.inference.settings.method import preset
 
 __all__ = ["Model", "load", "preset"]
 
+# `construct` checks an argument against such a type; `Named` has the words with which its error describes the type.
 _Turns = Annotated[list[TextArgument], Named("a list of the user's turns")]
 _Prompts = Annotated[list[TextArgument | _Turns], Named("a list of texts to continue, or of lists of a user's turns")]
 
@@ -35,17 +36,15 @@ class Model(Decoder):
         """
         require_known_options("report", options, [field.name for field in fields(EvaluateConfig)])
         construct(_Prompts, prompts, "prompts")
-        prompt_records = [
-            Prompt(str(number), "text", (prompt,), False)
-            if isinstance(prompt, str)
-            else Prompt(str(number), "chat", tuple(prompt), True)
-            for number, prompt in enumerate(prompts, start=1)
-        ]
+        prompt_records = list[Prompt]()
+        for number, prompt in enumerate(prompts, start=1):
+            turns, chat = ((prompt,), False) if isinstance(prompt, str) else (tuple(prompt), True)
+            prompt_records.append(Prompt(str(number), category="chat" if chat else "text", turns=turns, chat=chat))
         # The report's modules are loaded only for a report.
         from outrider.inference.evaluate.evaluation import evaluate_checkpoint
 
         with nullcontext(out_dir) if out_dir is not None else tempfile.TemporaryDirectory() as report_dir:
-            with suppress(SystemExit):  # not lossless: the report says so
+            with suppress(SystemExit):  # the command exits if a text is not the target's: the report says so too
                 evaluate_checkpoint(replace(self.config, out_dir=report_dir, **options), prompt_records)
             return read_mapping(Path(report_dir) / "report.json", "report", "measure again")
 

@@ -1,1 +1,1 @@
-"""The ground, which imports nothing of ours: errors, settings, files, run directories, processes, progress."""
+"""Utilities that import no other folder of the project: errors, settings, files, run directories, progress."""

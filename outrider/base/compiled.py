@@ -21,9 +21,9 @@ from outrider.base.files import package_version, require_writable, user_cache
 from outrider.base.progress import shows_progress
 
 Function = TypeVar("Function", bound=Callable[..., object])
-_settings = vars(numba.config)
+_settings = vars(numba.config)  # of numba, among them the folder of its cache
 LONG = 0.5  # seconds of compiling after which a line says so
-_TYPES = 2  # version of the names of types in cached code: numba cannot read an index with earlier names
+_TYPES = 2  # version of the names of types in cached code, which numba cannot read under other names
 
 
 def compile_function(
@@ -31,7 +31,7 @@ def compile_function(
 ) -> Function:
     """`function`, compiled by `njit` at its first call and cached on disk; it releases the GIL while it runs.
 
-    counts_references: to arrays; a function that does not count them cannot create arrays.
+    counts_references: whether its code counts references to arrays; without these it cannot create arrays.
     """
     with _in_our_folder():
         compiled: Function = numba.njit(cache=True, nogil=True, inline=inline, _nrt=counts_references)(function)  # type: ignore[call-overload]
@@ -40,10 +40,13 @@ def compile_function(
 
 
 def compile_entry(function: Callable[..., None], signature: str, fastmath: set[str]) -> CFunc:
-    """`function` with a C entry of this `signature`, compiled now by `cfunc` and cached on disk."""
+    """`function` with a C entry of this `signature`, compiled now by `cfunc` and cached on disk.
+
+    fastmath: LLVM's flags for floating-point rules that it may break.
+    """
     old_seconds, start_time = _clock.seconds, time.perf_counter()
     with _in_our_folder():
-        compiled = numba.cfunc(signature, cache=True, fastmath=fastmath, error_model="numpy")(function)
+        compiled = numba.cfunc(signature, cache=True, fastmath=fastmath, error_model="numpy")(function)  # x/0 is inf
     if not compiled.cache_hits:  # these seconds include the functions that it calls, which `_clock` counted too
         _clock.seconds = old_seconds
         _clock.add(time.perf_counter() - start_time)
@@ -52,7 +55,7 @@ def compile_entry(function: Callable[..., None], signature: str, fastmath: set[s
 
 @lru_cache(1)
 def _own_folder() -> str:
-    """The folder of this version; if it cannot be written, one that lives as long as this process."""
+    """The folder of this package's version; if it cannot be written, one that lives as long as this process."""
     folder = user_cache() / "kernels" / f"{package_version()}-{_TYPES}"
     try:
         return str(require_writable(folder))
@@ -79,9 +82,9 @@ def _in_our_folder() -> Iterator[None]:
 
 
 class _Clock(event.Listener):
-    """The seconds in which numba compiled our functions, which are in `timed`, in this process.
+    """The seconds in which numba compiled the functions in `timed`, which are the project's, in this process.
 
-    _depth: how many of them are being compiled: one may call another, which is compiled meanwhile.
+    _depth: how many of them are being compiled, as one may call another. _began: when the outermost was begun.
     """
 
     def __init__(self) -> None:

@@ -7,18 +7,19 @@ from importlib import import_module
 
 
 class UserError(Exception):
-    """Bad input: what was given, what was expected and what to do. The message is kept as `make_legible` shows it.
+    """Bad input: what was given, what was expected and what to do.
 
+    The message is stored as `make_legible` returns it: without secrets and control characters, and not too long.
     A command prints the message in a line on stderr and exits with status 2. Every other error is a bug and keeps its
     traceback.
     """
 
     def __init__(self, message: str):
-        super().__init__(import_module("outrider.base.words").make_legible(message))  # nothing that decodes needs it
+        super().__init__(import_module("outrider.base.words").make_legible(message))  # late: it imports this module
 
 
 def warn(message: str) -> None:
-    """Print a warning as one line on stderr, only in the first of a launcher's processes."""
+    """Print a warning as one line on stderr, only in the first of a launcher's processes (RANK 0)."""
     if int(os.environ.get("RANK", "0")) == 0:
         print(f"warning: {UserError(message)}", file=sys.stderr, flush=True)
 

@@ -51,7 +51,7 @@ def reserve_space(file: IO[bytes], size: int) -> None:
 
 
 def as_json_lines(records: Iterable[Mapping[str, object]]) -> bytes:
-    """A record a line, in UTF-8; halves of surrogate pairs, which UTF-8 has not, become question marks."""
+    """JSON with a record a line, in UTF-8; lone surrogates, which UTF-8 cannot encode, become question marks."""
     return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode("utf-8", "replace")
 
 
@@ -125,7 +125,7 @@ def require_writable(directory: Path | str, option_name: str = "out_dir") -> Pat
 
 
 def user_cache() -> Path:
-    """Where this user's caches are: $XDG_CACHE_HOME/outrider, or ~/.cache/outrider, in / for a user without a home."""
+    """The user's folder of caches: $XDG_CACHE_HOME/outrider, or ~/.cache/outrider; ~ is / for a user without a home."""
     home = os.path.expanduser("~")
     folder = os.environ.get("XDG_CACHE_HOME") or Path("/" if home == "~" else home, ".cache")
     return Path(folder).absolute() / "outrider"
@@ -138,7 +138,7 @@ def package_version() -> str:
         return "source tree"
 
 
-ABSENT = object()
+ABSENT = object()  # stands for the value of a missing key, as None is a value
 
 
 def differences(old: object, new: object, key: str = "") -> list[tuple[str, object, object]]:

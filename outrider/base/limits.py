@@ -1,7 +1,7 @@
 """The cores and the memory that this process may use: the machine's, or fewer in a container or batch job.
 
-Docker, Kubernetes and Slurm limit the control groups of a process. It is killed where it takes more memory than these
-may have, and waits where its threads take more time. Light: without torch.
+Docker, Kubernetes and Slurm limit the control groups of a process. The process is killed where it takes more memory
+than a group may have, and waits where its threads take more time. The module does not import torch.
 """
 
 import math
@@ -16,12 +16,12 @@ _OWN_GROUPS, _ALL_GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")  # 
 
 
 def usable_cores() -> int:
-    """The cores that this process may run on, `usable_time` rounded up."""
+    """The number of cores that this process can keep busy: `usable_time` rounded up."""
     return math.ceil(usable_time())
 
 
 def usable_time() -> float:
-    """Seconds of all cores that this process may take in a second, of those that it may run on."""
+    """The seconds of computing, summed over cores, that this process may take in a second: with 1.5 cores 1.5."""
     return _least_quota(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
@@ -46,9 +46,9 @@ def usable_memory() -> int:
 
 
 def _least_quota(core_quota: float) -> float:
-    """`core_quota`, or the least of the control groups: seconds of all cores in a second."""
+    """`core_quota`, or the least of the control groups, in seconds of all cores in a second."""
     for group in _control_groups("cpu"):
-        quota_words = _read_words(group / "cpu.max")
+        quota_words = _read_words(group / "cpu.max")  # "QUOTA PERIOD"; version 1 has a file for each
         quota_words = quota_words or _read_words(group / "cpu.cfs_quota_us") + _read_words(group / "cpu.cfs_period_us")
         if len(quota_words) == 2 and quota_words[0].isdigit():  # not "max" or "-1": no limit
             core_quota = min(core_quota, int(quota_words[0]) / int(quota_words[1]))
@@ -63,7 +63,8 @@ def _control_groups(controller: str) -> Iterator[Path]:
             hierarchy_root = _ALL_GROUPS / controller if controllers else _ALL_GROUPS
             if controller in controllers.split(",") or not controllers:
                 group_dir = hierarchy_root / group_path.lstrip("/")
-                yield from (group_dir, *group_dir.parents[: len(group_dir.relative_to(hierarchy_root).parts)])
+                depth = len(group_dir.relative_to(hierarchy_root).parts)
+                yield from (group_dir, *group_dir.parents[:depth])  # up to the root of the hierarchy
 
 
 def _read_words(path: Path) -> list[str]:

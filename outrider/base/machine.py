@@ -10,13 +10,9 @@ import torch
 def describe_machine(device: str | None = None) -> dict[str, str | int | None]:
     """The hardware and system of a measurement on `device`; None: the GPU if there is one."""
     torch_device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return {
-        "device": torch.cuda.get_device_name(torch_device) if torch_device.type == "cuda" else _cpu_name(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-    }
+    device_name = torch.cuda.get_device_name(torch_device) if torch_device.type == "cuda" else _cpu_name()
+    system = {"system": f"{platform.system()} {platform.machine()}", "python": platform.python_version()}
+    return {"device": device_name, "cores": os.cpu_count(), "threads": torch.get_num_threads(), **system}
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:

@@ -31,7 +31,7 @@ def join_processes() -> PartialState:
     """
     state = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
     has_one_thread = state.num_processes == 1 and torch.get_num_threads() == 1 < usable_cores()
-    if has_one_thread and "ACCELERATE_MIXED_PRECISION" in os.environ:
+    if has_one_thread and "ACCELERATE_MIXED_PRECISION" in os.environ:  # `accelerate launch` sets it
         warn(f"accelerate launch gives a process 1 thread; OMP_NUM_THREADS={usable_cores()} gives it all cores")
     atexit.register(_leave)
     return state
@@ -61,18 +61,20 @@ def from_main(state: PartialState, make: Callable[[], Value]) -> Value:
 
 @contextmanager
 def only_run_of(state: PartialState, folder: Path, output_name: str, resume: bool | None = None) -> Iterator[None]:
-    """`only_run` for all processes of a launcher: the main process holds the lock, and an error reaches all of them.
+    """Lock `folder` against other runs, for all processes of a launcher: the main process holds the lock (`only_run`).
 
-    resume: of the run; None: the run records no start (see `run_time`).
+    output_name: what the run writes there, for errors, which reach all processes. resume: whether the run continues an
+    earlier one, whose recorded start it then takes as the time that chat templates write; None: no start is recorded.
     """
     with ExitStack() as stack:
         from_main(state, lambda: stack.enter_context(only_run(folder, output_name)))
-        sees_file = gather_object([(folder / HOLDER_FILE).exists()])
+        sees_file = gather_object([(folder / HOLDER_FILE).exists()])  # by process
         if not all(sees_file):
             problem = f"process {sees_file.index(False)} does not see what the main process writes there"
             raise UserError(f"out_dir={folder}: {problem}; give a directory that all machines share")
         if resume is not None:
             start_time = from_main(state, datetime.now)
+            # Recorded and read when a text first needs the time, then kept.
             RUN_TIMES.append(functools.cache(functools.partial(begin_time, folder, resume, start_time)))
             stack.callback(RUN_TIMES.pop)
         yield
@@ -95,4 +97,4 @@ def _leave() -> None:
         return
     if distributed.get_backend() == "gloo":
         distributed.destroy_process_group()
-        time.sleep(0.5)
+        time.sleep(0.5)  # seconds for its threads to end

@@ -1,6 +1,6 @@
 """Progress of a command: a bar on a terminal, elsewhere a line after `INTERVAL` seconds without output.
 
-    with show_command("eesd"):                              # the outermost stage
+    with show_command("eesd"):                              # the outermost stage: the name of the command
         with Stage("training", 100, "steps") as stage:      # eesd > training 40/100 steps; left: 3 min 20 s
             stage.advance()
         for row in track_progress(rows, "packing", "rows"):
@@ -46,16 +46,17 @@ class Stage(AbstractContextManager["Stage"]):
         unit: str = "",
         *,
         done_before: float = 0,
-        most: float = math.inf,
+        max_seconds: float = math.inf,
         estimate: Callable[[], float | None] | None = None,
     ):
         """total: the number of units, None if unknown; `done_before` of them were done before. unit: their name.
 
-        most: seconds after which the stage is expected to end even if units are left. estimate: computes
+        max_seconds: seconds after which the stage is expected to end even if units are left. estimate: computes
         `seconds_left` where it does not follow from the units done.
         """
         self.what, self.total, self.unit, self.done = what, total, unit, done_before
-        self._done_before, self._max_seconds, self._estimate, self._shown_left = done_before, most, estimate, math.inf
+        self._done_before, self._max_seconds, self._estimate = done_before, max_seconds, estimate
+        self._shown_left = math.inf
         self.after = 0.0  # seconds from the last unit to the end
         self.began = time.monotonic()
 
@@ -68,7 +69,7 @@ class Stage(AbstractContextManager["Stage"]):
 
     @property
     def seconds_left(self) -> float | None:
-        """Remaining seconds: by the pace of the units so far, and until `most`; None if neither is known."""
+        """Remaining seconds: by the pace of the units so far, and until `max_seconds`; None if neither is known."""
         if self._estimate is not None:
             return self._estimate()
         new_units, estimates = self.done - self._done_before, []
@@ -88,7 +89,7 @@ class Stage(AbstractContextManager["Stage"]):
         return self._shown_left
 
     def __str__(self) -> str:
-        label = self.what
+        label = self.what  # then the units done, "40/100 steps", or "40 steps" without a total
         if self.total is not None or self.done:
             label += f" {self.done:.0f}{'' if self.total is None else f'/{self.total:.0f}'} {self.unit}".rstrip()
         return label.strip()
@@ -96,7 +97,7 @@ class Stage(AbstractContextManager["Stage"]):
     def __enter__(self) -> "Stage":
         global _bar
         self.began = time.monotonic()
-        with tqdm.get_lock():
+        with tqdm.get_lock():  # the monitor's thread reads the stages
             _stages.append(self)
             if _bar is None and shows_progress():
                 _bar = _Bar(sys.stderr._wrapped if isinstance(sys.stderr, _Above) else sys.stderr)
@@ -113,11 +114,11 @@ class Stage(AbstractContextManager["Stage"]):
 
 
 def track_progress(
-    items: Iterable[Item], stage_name: str, unit: str, total: int | None = None, *, most: float = math.inf
+    items: Iterable[Item], stage_name: str, unit: str, total: int | None = None, *, max_seconds: float = math.inf
 ) -> Iterator[Item]:
-    """Yield `items` within a `Stage`, a unit each. total: their number where they have no length."""
+    """Yield `items` within a `Stage`, a unit each. total: their number without a length. max_seconds: see `Stage`."""
     total = len(items) if isinstance(items, Sized) else total
-    with Stage(stage_name, total, unit, most=most) as stage:
+    with Stage(stage_name, total, unit, max_seconds=max_seconds) as stage:
         for item in items:
             yield item
             stage.advance()
@@ -162,14 +163,17 @@ def _describe_stages(stages: Sequence[Stage]) -> str:
     An inner command separates the time by a tab, for the command that shows it.
     """
     inner_stages, _, inner_duration = _inner_line.partition("\t")
-    durations = (format_seconds(seconds) for stage in stages if (seconds := stage.shown_left or 0) >= 1)
+    durations = (format_seconds(seconds) for stage in stages if (seconds := stage.shown_left or 0) >= 1)  # outer first
     duration = next(durations, inner_duration)
     chain, separator = " > ".join(filter(None, [*map(str, stages), inner_stages])), "\t" if is_step else "; left: "
     return f"{chain}{separator}{duration}" if duration else chain
 
 
 class _Bar(tqdm):
-    """The bar of all stages, which tqdm's monitor refreshes. Without a terminal it prints lines instead."""
+    """The bar of all stages, which tqdm's monitor refreshes. Without a terminal it prints lines instead.
+
+    _heard: the time of the last output. _relayed: the last progress that an inner command printed.
+    """
 
     monitor_interval = 1.0  # seconds
 
@@ -177,7 +181,7 @@ class _Bar(tqdm):
         self._heard, self._relayed, self._is_drawn = time.monotonic(), "", _can_draw(out) and not is_step
         look = {"leave": False, "dynamic_ncols": True, "bar_format": _BAR_FORMAT, "delay": 1}
         super().__init__(total=1.0, file=out, disable=False, **look)  # whatever TQDM_DISABLE says: others use its state
-        self.miniters, self.maxinterval = 2, 0  # only such bars are refreshed by the monitor, and these every time
+        self.miniters, self.maxinterval = 2, 0  # the monitor refreshes bars with miniters > 1 after maxinterval seconds
 
     def clear(self, nolock: bool = False) -> None:
         """Wipe the bar away before other output is printed; tqdm calls this."""
@@ -187,11 +191,11 @@ class _Bar(tqdm):
 
     def display(self, msg: str | None = None, pos: int | None = None) -> bool:
         """Show the active stages, if it is time to; tqdm calls this. Returns whether a bar is drawn."""
-        self.miniters, stages = 2, [*_stages]
+        self.miniters, stages = 2, [*_stages]  # the monitor sets miniters to 1
         with suppress(OSError, ValueError):  # the stream is closed
             if self._is_drawn:
                 self.desc, self.last_print_t = _describe_stages(stages), self._time()
-                self.n = next((stage.done / stage.total for stage in stages if stage.total and stage.done), 0.0)
+                self.n = next((stage.done / stage.total for stage in stages if stage.total and stage.done), 0.0)  # of 1
                 return bool(super().display(msg, pos))
             elif is_step:
                 stages_text = _describe_stages(stages[1:])  # the starter's own stage says which command this is

@@ -1,4 +1,4 @@
-"""Exclusive use of an out_dir: one run at a time, resumed only with the same settings.
+"""Exclusive use of an out_dir, the folder of a run: one run at a time, resumed only with the same settings.
 
 before the work    `require_usable` and `require_free`: the directory can be written, and holds no earlier run
 during the work    `only_run` holds its lock; `begin_time` records the start, the date that chat templates write
@@ -28,8 +28,8 @@ from outrider.base.words import list_words, make_legible
 
 LOCK_FILE, HOLDER_FILE, TIME_FILE = ".lock", ".lock.json", "time.json"
 FOLDERS = ("data_prep", "draft_models", "inference", "train")  # packages of outrider; in a clone links to the top level
-# The `begin_time` of this process's run, not called before a text needs it. `only_run_of` appends it, and removes it at
-# the end. Empty outside a run.
+# A function that returns the start of this process's run, and records it at its first call. The run adds it at its
+# start and removes it at its end.
 RUN_TIMES: list[Callable[[], datetime]] = []
 _MOST_CHANGES = 12  # that an error shows
 
@@ -39,8 +39,8 @@ def only_run(folder: Path, what: str) -> Iterator[None]:
     """Lock the existing directory `folder` against other runs while the context is active.
 
     The operating system releases the lock when the process ends, even if killed. A directory of a killed run is taken
-    over, and one line names that run. Raises `UserError` if another run is writing `what` there, naming its process and
-    host, and if the file system does not support locks.
+    over, and a printed line names that run. Raises `UserError` if another run is writing `what` there, naming its
+    process and host, and if the file system does not support locks.
     """
     run_lock, holder_file = _acquire(folder, what), folder / HOLDER_FILE
     try:
@@ -58,13 +58,11 @@ def only_run(folder: Path, what: str) -> Iterator[None]:
 
 
 def require_free(folder: Path, file_patterns: Sequence[str], resume: bool) -> None:
-    """Raise `UserError` if resume is off and `folder` has a file of an earlier run. file_patterns: their patterns."""
+    """Raise `UserError` if resume is off and `folder` has a file of an earlier run. file_patterns: globs of these."""
     names = sorted(path.name for pattern in file_patterns for path in folder.glob(pattern))
     if names and not resume:
-        raise UserError(
-            f"out_dir={folder}: holds an earlier run ({names[-1]}); resume=true continues it, another out_dir keeps "
-            "both"
-        )
+        remedy = "resume=true continues it, another out_dir keeps both"
+        raise UserError(f"out_dir={folder}: holds an earlier run ({names[-1]}); {remedy}")
 
 
 def require_usable(folder: Path) -> None:
@@ -79,10 +77,8 @@ def _acquire(folder: Path, output: str) -> FileLock:
     try:
         run_lock.acquire(timeout=0)
     except Timeout:
-        raise UserError(
-            f"out_dir={folder}: another run is writing {output} there: {_describe_process(folder / HOLDER_FILE)}; wait "
-            "for it, or give another out_dir"
-        ) from None
+        problem = f"another run is writing {output} there: {_describe_process(folder / HOLDER_FILE)}"
+        raise UserError(f"out_dir={folder}: {problem}; wait for it, or give another out_dir") from None
     except (OSError, NotImplementedError) as error:  # older versions of filelock raise the latter without flock
         raise UserError(f"out_dir={folder}: cannot be locked against other runs ({error}); choose another") from None
     return run_lock
@@ -126,7 +122,7 @@ def clear(folder: Path) -> None:
 
 
 def rehearsal_folder(out_dir: str) -> Path:
-    """The directory that debug=true uses instead of `out_dir`."""
+    """The directory that debug=true, a rehearsal of the run with small values, uses instead of `out_dir`."""
     return Path(f"{Path(out_dir)}-debug")
 
 
@@ -138,6 +134,7 @@ def require_rehearsal(folder: Path, mark: str) -> None:
 
 
 def _describe_process(holder_file: Path) -> str:
+    """The process, its host, start and command, as `only_run` wrote them to `holder_file`."""
     try:
         record = read_mapping(holder_file, "record of a run", "remove it")
         job = f", Slurm job {record['slurm_job']}" if record["slurm_job"] else ""
@@ -149,7 +146,8 @@ def _describe_process(holder_file: Path) -> str:
 def check_identity(old_identity: object, identity: Mapping[str, object], record_path: Path) -> None:
     """Raise `UserError` naming every entry in which `identity` differs from `old_identity`, the JSON in `record_path`.
 
-    "code", the version that wrote the record, may differ: a run of a week must survive a fix of unrelated code.
+    identity: what determines the result of a run, such as its settings and the digests of its inputs. "code", the
+    version that wrote the record, may differ: a run of a week must survive a fix of unrelated code.
     """
     if not isinstance(old_identity, Mapping):
         raise UserError(f"resume=true: {record_path} does not say how it was made; give another out_dir")
@@ -157,17 +155,14 @@ def check_identity(old_identity: object, identity: Mapping[str, object], record_
     changes = differences(old_identity, json.loads(json.dumps(identity)))
     changed_settings = [f"{key}={_show(new)} (was {_show(old)})" for key, old, new in changes]
     if changed_settings:
-        raise UserError(
-            f"resume=true: {record_path} was made with other settings: {list_words(changed_settings, _MOST_CHANGES)}; "
-            "give the same ones, or another out_dir"
-        )
+        problem = f"{record_path} was made with other settings: {list_words(changed_settings, _MOST_CHANGES)}"
+        raise UserError(f"resume=true: {problem}; give the same ones, or another out_dir")
 
 
 def is_finished(record_file: Path, identity: Mapping[str, object], resume: bool) -> bool:
     """Whether a run with this `identity` has finished.
 
     record_file: the JSON file that a run writes last, whose "made_of" is its identity.
-
     Raises `UserError` if a run with another identity has finished, or if one has and `resume` is off.
     """
     if not record_file.exists():

@@ -9,7 +9,8 @@
     construct(Stopping, {"rule": "beta", "alpha": -1})     # UserError: alpha=-1: expected a number greater than 0
 
 `construct` makes settings from plain containers, as in YAML and JSON. pydantic checks types and ranges (`_validate`
-turns its errors into `UserError`s). `Settings.__post_init__` checks what pydantic does not know: `only`.
+turns its errors into `UserError`s). `Settings.__post_init__` checks what pydantic does not know: `only`. A rehearsal
+(debug=true) runs a command on tiny models and little data. The dotted key of a nested option is such as fit.seed.
 """
 
 import dataclasses
@@ -57,7 +58,7 @@ class Named:
         return value
 
     def require(self, key: str, value: str) -> None:
-        """Raise `UserError` if the path `value` of the option `key` does not suit (see `InputPath`)."""
+        """Nothing here. The subclass for paths raises `UserError` if `value` of the option `key` is no usable path."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -80,19 +81,16 @@ class KeyOf:
 
 @dataclasses.dataclass(frozen=True)
 class Only:
-    """Metadata of a field that is read only with some values of other options, and else stays at its default.
+    """Metadata of a field that is read only with some values of other options, and else stays at its default."""
 
-    options: pairs of an option and its values, all of which must match.
-    """
-
-    options: tuple[tuple[str, tuple[object, ...]], ...]
+    options: tuple[tuple[str, tuple[object, ...]], ...]  # (option, its possible values), all of which must match
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         return {**handler(schema), READ_WITH: self.options}
 
 
 def only(**options: object) -> Only:
-    """`only(rule="beta")`: read only with rule=beta. A tuple lists several values; several options must all match."""
+    """`only(rule="beta")`: a field read only with rule=beta. A tuple lists several values; all options must match."""
     return Only(tuple((key, value if isinstance(value, tuple) else (value,)) for key, value in options.items()))
 
 
@@ -101,8 +99,6 @@ Share = Annotated[float, Ge(0), Le(1)]
 Positive = Annotated[float, Gt(0)]
 Seed = Annotated[int, Ge(0), Lt(2**31)]
 Url = Annotated[str, Named("http://HOST:PORT or https://…, without password and query", r"https?://[^@?#\\\s]+")]
-
-
 DEFAULT = object()  # debug=DEFAULT: a rehearsal has the field's default
 
 
@@ -119,7 +115,7 @@ def opt(
     decides: whether it affects results, or the name of an option without which it does not.
     debug: its value in a rehearsal: a number is the largest value, a function makes it from the value, `DEFAULT` is the
     field's default, and anything else is the value itself.
-    step_debug: the same in a step of a pipeline that reads text made by an earlier step.
+    step_debug: the same in a step of a pipeline, which reads text made by an earlier step.
     """
     if debug.get("debug") is DEFAULT:
         debug["debug"] = lambda _: default if factory is dataclasses.MISSING else factory()
@@ -131,7 +127,7 @@ free = partial(opt, decides=False)  # a field that affects no result, so that a 
 
 
 def debug_value(field: "dataclasses.Field[object]", value: object, step: bool) -> object:
-    """The value of an option in a rehearsal (see `opt`), or in a step of one."""
+    """The value of an option in a rehearsal (see `opt`); step: in a step of a pipeline's rehearsal."""
     rehearsal_value = field.metadata.get("debug", value)
     rehearsal_value = field.metadata.get("step_debug", rehearsal_value) if step else rehearsal_value
     if callable(rehearsal_value):
@@ -171,11 +167,11 @@ class Settings:
     def __post_init__(self) -> None:
         """Raises `UserError` naming the first field of a wrong type, out of range, or set although it is not read."""
         settings_class: type = type(self)
-        _validate(_fields_of(settings_class).validate_python, (vars(self),), "", vars(self))
+        _validate(_fields_of(settings_class).validate_python, (vars(self),), key_path="", value=vars(self))
         for field in dataclasses.fields(self):
             for option_name in self.disabled_by(field.name):
                 require_defaults(self, [field.name], f"{option_name}={getattr(self, option_name)} does not read it")
-        for base in reversed(settings_class.__mro__):
+        for base in reversed(settings_class.__mro__):  # the method of each class itself, if it has one
             vars(base).get("check_fields", lambda _: None)(self)
 
     @classmethod
@@ -219,7 +215,7 @@ class Settings:
                     member_value.require_paths(is_checked, _join(key, member_name))
             if value is None or not is_checked(key):
                 continue
-            paths = [value] if isinstance(value, str) else member_values.values() if value is member_values else value
+            paths = [value] if isinstance(value, str) else value.values() if isinstance(value, Mapping) else value
             for constraint in constraints_of(field_type):
                 for input_path in paths:
                     constraint.require(key, input_path)
@@ -258,7 +254,7 @@ def missing_error(key: str, description: str) -> UserError:
 
 
 def require_defaults(config: Settings, field_names: Iterable[str], why: str, prefix: str = "") -> None:
-    """Raise `UserError` unless these fields are at their defaults, as others would have no effect. why: they would not.
+    """Raise `UserError` unless these fields are at their defaults, since nothing reads them. why: the reason.
 
     Of nested settings the error names the first field that differs. prefix: the dotted key of `config`, with a dot.
     """
@@ -314,7 +310,7 @@ def _fields_of(dataclass_type: type) -> "TypeAdapter[tuple[object]]":
 
 
 def _run_checks(settings: Settings) -> Settings:
-    """`settings`, made by pydantic, after their `__post_init__`; pydantic adds the place to an error of it."""
+    """`settings`, made by pydantic, after their `__post_init__`; pydantic adds the location to its error."""
     try:
         settings.__post_init__()
     except UserError as error:
@@ -325,6 +321,7 @@ def _run_checks(settings: Settings) -> Settings:
 def _validate(validate: Callable[[Data], Value], data: Data, key_path: str, value: object) -> Value:
     """The result of pydantic's `validate` for `data`, which is `value` in a list (its locations begin with 0).
 
+    key_path: the dotted key of `value`, for errors.
     pydantic lists an error for each member of a union, some of them inside a member. The `UserError` names the deepest
     key within the first error's key, and all that is expected there.
     """
@@ -333,6 +330,7 @@ def _validate(validate: Callable[[Data], Value], data: Data, key_path: str, valu
     except UserError as error:  # raised by a dataclass that is no `Settings`
         raise UserError(f"{key_path}: {error}" if key_path else str(error)) from None
     except ValidationError as error:
+        # (dotted key, the value there, pydantic's record of the fault)
         faults = [(*_value_at(fault["loc"][1:], value, key_path), fault) for fault in error.errors(include_url=False)]
     inside_pattern = re.compile(f"{re.escape(faults[0][0])}($|[.[])")
     key, setting, fault = max((f for f in faults if inside_pattern.match(f[0])), key=lambda f: len(f[0]))

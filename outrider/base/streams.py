@@ -14,16 +14,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Streams:
-    """The streams of one generation, or of a whole run (prompt "", repeat 0).
-
-    prompt: the prompt's id. repeat: the number of the repeat. path: the common prefix of their purposes, such as an
-    arm's name (see `within`).
-    """
+    """The streams of one generation, or of a whole run (prompt "", repeat 0)."""
 
     seed: int
-    prompt: str = ""
-    repeat: int = 0
-    path: tuple[str | int, ...] = ()
+    prompt: str = ""  # the prompt's id
+    repeat: int = 0  # the number of the repeated measurement
+    path: tuple[str | int, ...] = ()  # the common prefix of the purposes, such as the name of a method
 
     def within(self, *names: str | int) -> "Streams":
         """The streams whose purposes have the prefix `names`."""

@@ -30,7 +30,7 @@ class WandbConfig(Settings):
         """`online`, `offline` or `disabled`; the environment's WANDB_MODE decides for `auto` when set."""
         if self.mode != "auto":
             return self.mode
-        if os.environ.get("WANDB_MODE") in get_args(WandbMode)[1:]:
+        if os.environ.get("WANDB_MODE") in get_args(WandbMode)[1:]:  # without "auto"
             return os.environ["WANDB_MODE"]
         return "online" if os.environ.get("WANDB_API_KEY") or _netrc_has_wandb() else "offline"
 

@@ -1,7 +1,8 @@
 """Texts for people.
 
 messages       `make_legible`: without secrets and control characters, and not too long
-options        `write_option`: KEY=VALUE, which Hydra reads back as exactly this value; `quote_word`: a word for a shell
+options        `write_option`: KEY=VALUE, which Hydra, the reader of command lines and YAML files, reads back as exactly
+               this value; `quote_word`: a word for a shell
 names          `did_you_mean`: the name that a misspelt one is most like
 tables         `fill_table`: a template for each column, filled for each row
 
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from outrider.base.errors import UserError
 
 Columns = Mapping[str, tuple[str, str]]  # by the title of a column: the template of its cells, and its meaning
-_UNQUOTED = re.compile(r"(?!\.\d|(?i:null|true|false|nan|inf)$)[A-Za-z_/.][\w/.*-]*", re.ASCII)  # texts to Hydra
+_UNQUOTED = re.compile(r"(?!\.\d|(?i:null|true|false|nan|inf)$)[A-Za-z_/.][\w/.*-]*", re.ASCII)  # read as texts
 _LONGEST, _END = 4000, 1000  # characters of a message; characters at each end that are shown of a longer message
 _SEARCHED = 2**16  # characters at each end of a text that are searched for secrets; the others are never shown
 _SHORTEST_SECRET = 6  # characters: a shorter value of a variable that is named like a key is a switch
@@ -30,6 +31,7 @@ SECRET_NAME = re.compile(r"(?i)(key|token|secret|pass|password|passwd|credential
 # USER:PASSWORD@ of a URL. A password in a quoted URL may have spaces; in other text it has none. It may have slashes,
 # unless a port stands before the slash.
 _LOGIN = re.compile(r"(['\"=][a-z][a-z0-9+.-]*://)[^'\"]{0,256}@|://(?:[^\s/]*|[^\s/:]*:(?!\d+[/?#])\S{0,256})@")
+# NAME=VALUE of a URL or a text, or "NAME": VALUE, where the name is that of a secret; group 1 is all before the value.
 _FIELD = re.compile(
     r"(?i)((?:[?&][\w.-]{0,64}(?:key|token|sig|signature|auth)|"
     r"\b[\w.-]{0,64}(?:hf_token|access_token|api_?key|secret|password|passwd))(?:=|['\"]: ?)['\"]?)[^&\s'\"]+"
@@ -94,7 +96,7 @@ def format_value(value: object, format_text: Callable[[str], str] = str) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, Mapping):
-        return "{}"  # an option that holds others has only this default
+        return "{}"  # an empty one: defaults of options are, and `write_words` writes others key by key
     if isinstance(value, Sequence) and not isinstance(value, str):
         return f"[{','.join(format_value(member, format_text) for member in value)}]"
     return str(value) if isinstance(value, int | float) else format_text(str(value))
@@ -170,7 +172,7 @@ class _CellFormatter(string.Formatter):
 def format_figure(value: object, format_spec: str = "interval") -> str:
     """A figure as text. None is a dash, and a text stays as it is.
 
-    format_spec: as of `format`; with "?" appended, zero is a dash too.
+    format_spec: as of `format`; with "?" appended, zero is a dash too. "interval": for values that define this format.
     """
     if isinstance(value, str):
         return value

@@ -2,7 +2,9 @@
 
     main_of("eesd")()  →  run_words  →  compose_and_run  →  carry_out  →  train.eesd:train_early_exit(config)
 
-composing.py checks the words and makes the settings, options.py writes --help, ending.py ends the process.
+composing.py checks the words and makes the settings, options.py writes --help, ending.py ends the process. Words are
+KEY=VALUE and Hydra's flags; Hydra composes the config from YAML files and words. debug=true is a rehearsal, a run on
+tiny models; plan=true only prints the memory that the command would take.
 """
 
 import logging
@@ -26,15 +28,7 @@ from outrider.base.progress import show_command, shows_progress
 from outrider.base.run_dirs import rehearsal_folder, remove_if_unused, require_free, require_usable
 from outrider.base.settings import RunConfig, Settings, construct, covers, field_types
 from outrider.cli import COMMANDS, USER_ERROR_STATUS, print_anything, print_text, report_crash, usage
-from outrider.commands.composing import (
-    build,
-    check_words,
-    compose_config,
-    explain,
-    keep_texts,
-    store_defaults,
-    typed_keys_of,
-)
+from outrider.commands import composing
 from outrider.commands.ending import end_on_sigterm, report_errors, write_resume_line
 from outrider.commands.options import help_text
 from outrider.draft_models.targets.settings import Rehearsed
@@ -59,16 +53,19 @@ def main_of(command_name: str) -> Callable[[], None]:
 
 
 def run_script(name: str) -> NoReturn:
-    """Run the command `name` and end the process. A command's file calls this where it runs as a script, before its
-    imports: so the options are checked before torch and transformers are imported, which takes seconds."""
+    """Run the command `name` and end the process.
+
+    A command's script calls this before its imports: torch and transformers, which take seconds, come after the checks.
+    """
     main_of(name)()
     sys.exit()
 
 
 def run_words(command_name: str, words: Sequence[str], resume_line: str) -> None:
-    """Print the help for --help, the usual lines for no words; else run the command. resume_line: see `report_errors`.
+    """Print the help for --help, the usual command lines for no words; else run the command.
 
-    With --settings FILE it runs with settings that a pipeline wrote there, beside the options they were made of.
+    With --settings FILE it runs with the settings in a file that a pipeline wrote; the file also has the words of which
+    they were made. resume_line: the command line that continues the command, printed after an interrupt.
     """
     if {"--help", "-h"} & {*words}:
         overrides = [word for word in words if not word.startswith("-")]
@@ -80,7 +77,7 @@ def run_words(command_name: str, words: Sequence[str], resume_line: str) -> None
     _quiet_libraries()
     if words[:1] == ["--settings"] and words[1:]:
         record = read_mapping(words[1], "settings of a command", "the pipeline writes them again")
-        sys.argv[1:] = construct(list[str], record["words"])  # the options that its records name
+        sys.argv[1:] = construct(list[str], record["words"])  # records of the run have the command line
         carry_out(command_name, construct(COMMANDS[command_name].load_settings(), record["settings"]))
     else:
         compose_and_run(command_name, words, resume_line)
@@ -88,22 +85,23 @@ def run_words(command_name: str, words: Sequence[str], resume_line: str) -> None
 
 def compose_and_run(command_name: str, words: Sequence[str], resume_line: str) -> None:
     """Run the command with the options `words`: Hydra reads conf/NAME.yaml and the options in sys.argv."""
-    sys.argv[1:] = COMMANDS[command_name].complete_words(keep_texts(command_name, words))
-    check_words(command_name, sys.argv[1:])
-    store_defaults(command_name)
+    sys.argv[1:] = COMMANDS[command_name].complete_words(composing.keep_texts(command_name, words))
+    composing.check_words(command_name, sys.argv[1:])
+    composing.store_defaults(command_name)
 
     def job(composed: DictConfig) -> None:
         with report_errors(resume_line):  # here, as Hydra prints a banner around an exception that leaves it
-            typed_keys = typed_keys_of(HydraConfig.get().overrides.task)
-            carry_out(command_name, build(COMMANDS[command_name].load_settings(), composed, typed_keys), typed_keys)
+            typed_keys = composing.typed_keys_of(HydraConfig.get().overrides.task)
+            config: Settings = composing.build(COMMANDS[command_name].load_settings(), composed, typed_keys)
+            carry_out(command_name, config, typed_keys)
 
     hydra.main(version_base=None, config_path=str(CONF_DIR), config_name=command_name)(job)()
 
 
 def carry_out(name: str, config: Settings, typed_keys: Collection[str] = ()) -> None:
-    """Look for the files of the command `name`, then do what it does. typed_keys: the keys that the command line gave.
+    """Look for the input files of the command `name`, then call its function. typed_keys: those that the words gave.
 
-    The module of its function is imported last, since torch and transformers take seconds.
+    The module of the function is imported last, since torch and transformers take seconds.
     """
     look_for_files(config, typed_keys)
     with show_command(name), remove_if_unused(Path(getattr(config, "out_dir", "."))):
@@ -122,23 +120,24 @@ def _call(function_path: str, config: Settings) -> None:
 
 
 def config_for(script_path: str, words: Sequence[str]) -> Any:
-    """The config with which a command would run given the options `words`. script_path: its file, as "train/eesd.py".
+    """The settings of the command in `script_path`, such as "train/eesd.py", with the options `words`.
 
     Raises `UserError`.
     """
     (command,) = (command for command in COMMANDS.values() if command.script == script_path)
     overrides = command.complete_words(words)
     try:
-        return build(command.load_settings(), compose_config(command.name, overrides), typed_keys_of(overrides))
+        composed = composing.compose_config(command.name, overrides)
+        return composing.build(command.load_settings(), composed, composing.typed_keys_of(overrides))
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(explain(error)) from None
+        raise UserError(composing.explain(error)) from None
 
 
 def look_for_files(config: Settings, typed_keys: Collection[str] = ()) -> None:
     """Raise `UserError` for a missing input file of the command, before torch is imported.
 
-    A rehearsal reads only the files that its command line gives; a plan reads no text, and only prompts that are to be
-    answered.
+    A rehearsal reads only the files that its command line gives. A plan reads no text; it reads prompts only if the
+    target is to answer them (`asks`, in the settings of generate-responses).
     """
     debug = getattr(config, "debug", False)
     is_plan = getattr(config, "plan", False) and not getattr(config, "asks", False)
@@ -152,16 +151,16 @@ def look_for_files(config: Settings, typed_keys: Collection[str] = ()) -> None:
 def look_for_out_dir(config: Settings) -> None:
     """Raise `UserError` for an out_dir that cannot be written, that another run holds, or that holds an earlier run if
     resume is off; before torch is imported, and in one of a launcher's processes."""
-    if not isinstance(config, RunConfig) or getattr(config, "plan", False) or not shows_progress():
+    if not isinstance(config, RunConfig) or getattr(config, "plan", False) or not shows_progress():  # in one process
         return
     debug = getattr(config, "debug", False)
     require_usable(rehearsal_folder(config.out_dir) if debug else Path(config.out_dir))
-    require_free(Path(config.out_dir), () if debug else config.run_files, config.resume)
+    require_free(Path(config.out_dir), () if debug else config.run_files, config.resume)  # globs of a run's files
 
 
 def _quiet_libraries() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that composition errors arrive unformatted
     for library_name in ("HUB", "DATASETS"):  # transformers' bars go by the first
         os.environ.setdefault(f"HF_{library_name}_DISABLE_PROGRESS_BARS", "1")
-    # A warning that DeepSpeed has without a GPU.
+    # Without the warning that DeepSpeed logs on a machine without a GPU.
     logging.getLogger("DeepSpeed").addFilter(lambda log_record: "Setting accelerator" not in log_record.getMessage())

@@ -1,13 +1,15 @@
 """From the words of a command line to settings.
 
-add_methods      what follows from the words: a drafter without a method gets its default method
+add_methods      what follows from the words KEY=VALUE: a drafter without a method gets its default method
 check_words      unknown options and choices are refused, with the name that was likely meant
 store_defaults   the defaults of the settings class become the first entry of conf/NAME.yaml's list of defaults
                  (here Hydra composes the config: defaults, YAML files, words)
 build            pydantic makes the settings; `_adapt` has made numbers texts where the type is a text
 
-`compose_config` does these steps for a config that no command line asks for. The settings class alone defines names,
-types, defaults and checks. YAML files only choose values. The function of a command never sees a DictConfig.
+`compose_config` does these steps for words that no command line has. The settings class alone defines names, types,
+defaults and checks. YAML files only choose values. A group is a folder of YAML files in conf/, of which GROUP=FILE
+chooses one; a method (how to draft) can also be composed as SOURCE/SHAPE/STOP, a kind of drafter, a shape of drafts and
+a stop rule: method=eagle3/opt_tree. A sweep, KEY=A,B with --multirun, is a run for each value.
 """
 
 import dataclasses
@@ -51,7 +53,7 @@ def compose_config(command_name: str, words: Sequence[str]) -> DictConfig:
 def build(settings_class: type[Config], composed: DictConfig, typed_keys: Collection[str] = ()) -> Config:
     """The composed config as an instance of `settings_class`. typed_keys: the dotted keys that the command line gave.
 
-    Raises `UserError` naming a key that is missing or impossible, or of a method or source that was not chosen.
+    Raises `UserError` naming a key that is missing or impossible, or lies in a method or source that was not chosen.
     """
     if missing_keys := OmegaConf.missing_keys(composed):
         first_key = min(missing_keys)
@@ -63,7 +65,7 @@ def build(settings_class: type[Config], composed: DictConfig, typed_keys: Collec
 
 
 def typed_keys_of(words: Sequence[str]) -> frozenset[str]:
-    """The dotted keys to which `words` give values, also by a group."""
+    """The dotted keys to which `words` give values; of a choice GROUP@KEY=FILE the key."""
     overrides = [word for word in words if "=" in word and word[0] not in "-~"]
     return frozenset(word.partition("=")[0].lstrip("+").rpartition("@")[2] for word in overrides)
 
@@ -98,15 +100,16 @@ def check_words(command_name: str, words: Sequence[str]) -> None:
             key = override.key_or_group
             if override.is_sweep_override() and {"-m", "--multirun"}.isdisjoint(words):
                 raise UserError(_not_an_option(word))
-            if override.package is not None or key in groups:
+            if override.package is not None or key in groups:  # package: KEY of GROUP@KEY=FILE
                 _check_choice(override)
             elif not key.startswith("hydra"):
                 holds_options = dataclasses.is_dataclass(option_type(settings_class, key, groups))
                 if holds_options and not (override.is_delete() or isinstance(override.value(), dict)):
                     raise UserError(f"{word}: expected names with values, as {key}={{NAME:VALUE}}")
-    folders = [word for word in words if word.startswith(("out_dir=", "experiment="))]
+    # Runs of a sweep must not share a folder: its name varies by a list of values (,), by ${KEY} or by {target}.
+    folders = [word for word in words if word.startswith(("out_dir=", "experiment="))]  # an experiment gives an out_dir
     folders = folders or [str(field.default) for field in dataclasses.fields(settings_class) if field.name == "out_dir"]
-    is_swept = any(word.startswith(("target=", "tokenizer=")) and "," in word for word in words)  # names a folder
+    is_swept = any(word.startswith(("target=", "tokenizer=")) and "," in word for word in words)  # for {target}
     varying_chars = {*"$,{"} if is_swept else {*"$,"}
     has_own_folders = not folders or "plan=true" in words or any(varying_chars & {*folder} for folder in folders)
     if {"-m", "--multirun"} & {*words} and not has_own_folders:
@@ -121,7 +124,7 @@ def keep_texts(command_name: str, words: Sequence[str]) -> list[str]:
         key, _, value = word.partition("=")
         is_number = re.fullmatch(r"[+-]?[\d_.]+(e[+-]?\d+)?", value, re.IGNORECASE)
         if is_number and key not in groups and not key.startswith(("hydra", "+hydra", "~")):
-            with suppress(UserError):  # `check_words` tells it
+            with suppress(UserError):  # an unknown option, which `check_words` reports
                 option_types = _types_of(option_type(settings_class, key.lstrip("+"), groups))
                 word = f"{key}='{value}'" if str in option_types and not option_types & {int, float} else word
         quoted_words.append(word)
@@ -178,7 +181,7 @@ def _check_choice(override: Override) -> None:
     files = sorted((CONF_DIR / group).rglob("*.yaml"))
     choices = [file.relative_to(CONF_DIR / group).with_suffix("").as_posix() for file in files]
     for choice in chosen_names:
-        name = choice if isinstance(choice, str) else str(override.input_line).partition("=")[2]
+        name = choice if isinstance(choice, str) else str(override.input_line).partition("=")[2]  # as it was typed
         if group == "method" and choice == name and "/" in name:
             folder, _, config_name = f"method/{name}".rpartition("/")
             ConfigStore.instance().store(config_name, settings_of(name), folder, package=f"methods.{method_key(name)}")
@@ -188,8 +191,7 @@ def _check_choice(override: Override) -> None:
 
 
 def groups_of(command_name: str) -> dict[str, list[str]]:
-    """The groups that conf/<name>.yaml chooses from, the experiments for it, and the parts of a method, with their
-    choices."""
+    """By group of conf/<name>.yaml its choices; also the experiments for it, and the parts of a method."""
     defaults = OmegaConf.load(CONF_DIR / f"{command_name}.yaml").defaults
     groups = {group: choices_of(group) for entry in defaults if not isinstance(entry, str) for group in entry}
     if experiments := choices_of(f"experiment/{command_name}"):
@@ -223,7 +225,7 @@ def add_methods(options: Sequence[str], *, fixed: bool = False) -> list[str]:
 
     ["checkpoint=runs/eesd", "seed=1"] → ["checkpoint=runs/eesd", "seed=1", "method=[eesd_survival]"]
 
-    fixed: see `presets_of`. Raises `UserError` for a drafter's directory that cannot be read.
+    fixed: models draft chains of fixed length. Raises `UserError` for a drafter's directory that cannot be read.
     """
     indices = [index for index, word in enumerate(options) if "=" in word and not word.startswith("-")]
     value_by_key = {options[index].partition("=")[0].lstrip("+~"): value_of(options[index]) for index in indices}
@@ -232,7 +234,7 @@ def add_methods(options: Sequence[str], *, fixed: bool = False) -> list[str]:
         return [*options]
     paths_by_key = {key: os.path.expanduser(value) for key, value in value_by_key.items() if isinstance(value, str)}
     preset_names = presets_of(paths_by_key, fixed=fixed)
-    if not preset_names and "drafters" in option_keys:
+    if not preset_names and "drafters" in option_keys:  # of kinds without a default method
         return [*options]
     preset_names = preset_names or [PROMPT_LOOKUP.name]
     insert_index = indices[-1] + 1 if indices else 0  # Hydra takes no option after a flag and its value

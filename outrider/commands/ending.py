@@ -26,12 +26,8 @@ from outrider.base.words import make_legible, remove_secrets
 from outrider.cli import USER_ERROR_STATUS
 from outrider.commands.composing import explain
 
-_STORAGE_ERRORS = {
-    errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS,
-    errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP,
-}  # fmt: skip
-
-
+_STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS,
+                   errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}  # fmt: skip
 _AGAIN = 0.05  # seconds after which an interrupt that Python passed over comes again
 
 
@@ -92,7 +88,7 @@ def report_errors(resume_line: str = "") -> Iterator[None]:
 
 
 def exit_interrupted(error: BaseException, resume_cmd: str) -> NoReturn:
-    """Print `resume_cmd`, of `write_resume_line`, and end the process after the interrupt `error`.
+    """Print the command line `resume_cmd`, "" for none, and end the process after the interrupt `error`.
 
     A launcher sends SIGTERM after SIGINT: further signals are ignored until the line is printed.
     """
@@ -115,7 +111,7 @@ def write_resume_line() -> str:
     resuming_words = add_resume(words)
     command_words = ["python", program] if program.endswith(".py") else Path(program).name.split(" ")
     line_words = find_typed_line(words, make=resuming_words == words) or [*command_words, *words]
-    ends_with_words = line_words[-len(words) :] == words
+    ends_with_words = line_words[-len(words) :] == words  # not that of a make, which has options of its own
     return remove_secrets(shlex.join([*line_words[: -len(words)], *resuming_words] if ends_with_words else line_words))
 
 
@@ -131,7 +127,7 @@ def add_resume(words: Sequence[str]) -> list[str]:
 def find_typed_line(words: Sequence[str], *, make: bool) -> list[str]:
     """The command line of the highest parent process, no shell, whose line ends with `words`, as a launcher's does.
 
-    make: the command line of the make that runs this, if there is one. Empty if no parent has such a line.
+    make: take that of the make that runs this, if any: it resumes if `words` do. Empty if no parent has such a line.
     """
     typed, argv, parents = list[str](), list[str](), list[psutil.Process]()
     with suppress(psutil.Error):
@@ -144,17 +140,17 @@ def find_typed_line(words: Sequence[str], *, make: bool) -> list[str]:
             return ["make", *argv[1:]]
         if argv[-len(words) :] == [*words] and not program.endswith("sh"):
             installed = program.startswith("python") and not argv[1].startswith("-") and not Path(argv[1]).suffix
-            typed = [Path(argv[installed]).name, *argv[installed + 1 :]]  # an installed command is typed without Python
+            typed = [Path(argv[installed]).name, *argv[installed + 1 :]]  # installed is 1: argv[0] is Python
     return typed
 
 
 def _is_typed() -> bool:
-    """Whether a user started this process: it is a launcher's first process, and no step of a pipeline."""
+    """Whether a user started this process: it is a launcher's first process, and no step of a pipeline (`RELAY`)."""
     return os.environ.get("RANK", "0") == "0" and RELAY not in os.environ
 
 
 def _fail(message: str) -> NoReturn:
-    """Print the error and exit; a launcher, which reads an error's file, prints it last."""
+    """Print the error and exit. A launcher prints the error in TORCHELASTIC_ERROR_FILE last."""
     print(line := f"error: {make_legible(message)}", file=sys.stderr)
     if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         write_json(Path(error_file), {"message": line, "timestamp": int(time.time())})

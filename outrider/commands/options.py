@@ -1,4 +1,8 @@
-"""The options of a command as text: pydantic's schema of its settings, with the defaults as Hydra composes them."""
+"""The options of a command as text: pydantic's schema of its settings, with the defaults as Hydra composes them.
+
+Hydra composes a config from YAML files; a group is a set of files, of which one is chosen. `usage(command)` has the
+usual command lines of a command.
+"""
 
 import inspect
 import re
@@ -35,7 +39,7 @@ class Option:
 
 
 def help_text(command_name: str, overrides: list[str]) -> str:
-    """The output of `--help` for the command whose config is conf/<name>.yaml, with `overrides` applied."""
+    """The output of `--help` for the command with `overrides`, words KEY=VALUE, applied to its defaults."""
     settings_class = COMMANDS[command_name].load_settings()
     first_sentence = re.split(r"(?<=[.!])\s", inspect.getdoc(settings_class) or "", maxsplit=1)[0]
     indent, lines_by_key = " " * 4, dict[str, list[str]]()
@@ -71,19 +75,18 @@ def _options(settings_schema: Mapping[str, Any], composed: DictConfig | None, ke
     """The options of the JSON schema `settings_schema`, each with its default in `composed`, or else in the schema."""
     for name, schema in settings_schema["properties"].items():
         key, meaning = key_prefix + name, " ".join(schema.get("description", "").split())
-        by_name = schema.get("additionalProperties")
+        by_name = schema.get("additionalProperties")  # of a mapping: the schema of its values
         if "properties" in schema:
             yield from _options(schema, composed and composed[name], f"{key}.")
         elif isinstance(by_name, dict) and "properties" in by_name:
             yield Option(f"{key}.NAME", "settings", "", meaning)
             yield from _options(by_name, None, f"{key}.NAME.")
         else:
-            if conditions := schema.get(READ_WITH):
+            if conditions := schema.get(READ_WITH):  # (option, values) with which alone this option is read
                 phrases = (f"{option}={_either(values)}" for option, values in conditions)
                 meaning = f"with {' and '.join(phrases)}: {meaning}"
-            default = (
-                format_value(schema.get("default", by_name and {})) if composed is None else _default(composed, name)
-            )
+            in_schema = schema.get("default", by_name and {})  # {}: no settings by name
+            default = format_value(in_schema) if composed is None else _default(composed, name)
             yield Option(key, describe_schema(schema), default, meaning)
 
 
@@ -97,15 +100,14 @@ def _default(composed: DictConfig, name: str) -> str:
 
 def describe_schema(schema: Any) -> str:
     """The type of a JSON schema in words, with its choices or its range."""
-    if schema is True or {"anyOf", "enum", "const", "type"}.isdisjoint(schema):
+    if schema is True or {"anyOf", "enum", "const", "type"}.isdisjoint(schema):  # True: JSON schema for any value
         return "any"
     if "anyOf" in schema:
-        return " or ".join(
-            map(describe_schema, sorted(schema["anyOf"], key=lambda branch: branch.get("type") == "null"))
-        )
+        null_last = sorted(schema["anyOf"], key=lambda branch: branch.get("type") == "null")
+        return " or ".join(map(describe_schema, null_last))
     if choices := schema.get("enum", [schema["const"]] if "const" in schema else []):
         return _either(choices)
-    if schema["type"] == "array":
+    if schema["type"] == "array":  # a tuple (prefixItems) is described by its first member
         return f"list of {describe_schema(schema['items'] if 'items' in schema else schema['prefixItems'][0])}"
     if schema["type"] == "object":
         return f"{describe_schema(schema['additionalProperties'])} by name"

@@ -4,7 +4,7 @@
             → Reply (pieces to JSON) → Answers (hands them to the event loop) → the client
 
 `Service.answer` is this way. Reading a request and writing a whole body run in threads, so that the event loop is never
-busy for long.
+busy for long. A piece: the next part of a text, with its tokens. τ: tokens per pass of the target.
 """
 
 import asyncio
@@ -35,23 +35,16 @@ from outrider.base.progress import hide_stages
 from outrider.base.words import read_secret
 from outrider.draft_models.formats.model_name import model_name
 from outrider.inference.settings.tools import ServeConfig
+from outrider.server import records
 from outrider.server.front import FIGURES, Front, refusal
-from outrider.server.records import (
-    ChatRequest,
-    DrafterRequest,
-    Json,
-    TextRequest,
-    context_tokens,
-    parse_request,
-    read_request,
-)
+from outrider.server.records import ChatRequest, DrafterRequest, Json, TextRequest, read_request
 from outrider.server.replies import Reply
 from outrider.server.traffic import TrafficLog, TrafficRecords
 from outrider.server.workers import Answers, RefusedError, Workers
 
 PAGE = Path(__file__).with_name("page.html")
-FLUSH = 5  # seconds after `grace` in which errors are sent to those whose answers are given up
-_TRIAL = 9  # tokens of the text that `measure` decodes
+FLUSH = 5  # seconds in which errors are sent to the clients whose answers are given up
+_TRIAL = 9  # tokens of the text that `measure` decodes; few, as the start waits for it
 
 
 def serve(config: ServeConfig) -> None:
@@ -78,7 +71,7 @@ def serve(config: ServeConfig) -> None:
 
 
 def load_model(config: ServeConfig) -> Decoder:
-    name, method = next(iter(config.methods.items()), (None, None))
+    name, method = next(iter(config.methods.items()), (None, None))  # one at most; None: the drafter's default
     return Decoder.load(
         config.checkpoint or str(config.target), method=method, name=name, revision=config.revision,
         small_lm=config.small_lm, eagle3=config.eagle3, mtp=config.mtp, dflash=config.dflash, table=config.table,
@@ -89,7 +82,7 @@ def load_model(config: ServeConfig) -> Decoder:
 
 
 class GracefulServer(uvicorn.Server):
-    """A server that finishes the running answers after a signal to end. After `grace` seconds it gives them up."""
+    """A server that finishes the running answers after a signal to end; after `config.grace` seconds they fail."""
 
     def __init__(self, service: "Service"):
         self._service, wait_seconds = service, service.config.grace + FLUSH
@@ -108,7 +101,7 @@ class GracefulServer(uvicorn.Server):
 class Service:
     """A model as it is served. name: of the model for clients; workers: the threads that write the answers.
 
-    log: where answers go. measured: the figures of the last answer, at first those of `measure`.
+    log: the file of answered texts, if there is one. measured: the figures of the last answer, at first of `measure`.
     """
 
     def __init__(self, model: Decoder, config: ServeConfig, log: TrafficLog | None = None):
@@ -116,7 +109,7 @@ class Service:
         self.name = config.name or model_name(str(model.setup.target.source))
         self.workers = Workers(config.batch, config.batch + config.queue)
         self.measured: dict[str, float] = {}
-        self._traffic, self._swapping = TrafficRecords(model.setup), asyncio.Lock()
+        self._traffic, self._swapping = TrafficRecords(model.setup), asyncio.Lock()  # for one swap at a time
         self._token_name = cache(lambda token: json.dumps(model.tokenizer.decode([token])))
         self._seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)  # for requests
         self._key = config.api_key or read_secret("OUTRIDER_API_KEY")
@@ -124,7 +117,7 @@ class Service:
     def about(self) -> Json:
         """The model's entry in the list of models: OpenAI's fields, its method, its context and the last figures."""
         entry = {"id": self.name, "object": "model", "created": 0, "owned_by": "outrider", "method": self.model.name}
-        return entry | {"max_model_len": context_tokens(self.model, self.config), "measured": self.measured}
+        return entry | {"max_model_len": records.context_tokens(self.model, self.config), "measured": self.measured}
 
     def require_key(self, request: Request) -> None:
         """Raise `RefusedError` for a request without the key, if there is one."""
@@ -146,25 +139,25 @@ class Service:
         encode, on_end = reply.chunk if parsed.stream else reply.take, partial(self._log_text, reply)
         answers = self.workers.submit(model, jobs, self.config.timeout, encode, on_end)
         answers.watch = asyncio.create_task(_cancel_after_disconnect(request, answers))
-        records = self._read(reply, answers, request.scope)
+        encoded_pieces = self._read(reply, answers, request.scope)
         if parsed.stream:
-            return StreamingResponse(_events(records, reply, answers), media_type="text/event-stream")
-        async for _ in records:
+            return StreamingResponse(_events(encoded_pieces, reply, answers), media_type="text/event-stream")
+        async for _ in encoded_pieces:  # empty: `reply` collects the pieces
             pass
         return Response(await run_in_threadpool(reply.body), media_type="application/json")
 
     async def swap_drafter(self, request: Request) -> Json:
-        """Draft by another drafter, once it is loaded, proven and measured. Texts that wait or run keep theirs.
+        """Draft by another drafter, once it is checked, loaded and measured. Texts that wait or run keep theirs.
 
         Raises `UserError` for a directory without a drafter of this target, and for a client of another machine.
         """
         address = None
         with suppress(ValueError):  # a proxy may send no address
-            address = None if request.client is None else ip_address(request.client.host)
+            address = None if request.client is None else ip_address(request.client.host)  # or ::ffff:127.0.0.1
         is_local = address is not None and (getattr(address, "ipv4_mapped", None) or address).is_loopback
         if not (is_local or self.config.remote_swap):
             raise RefusedError("only clients of this machine may give a drafter, but for remote_swap=true", status=403)
-        checkpoint = parse_request(await self._read_body(request), DrafterRequest).checkpoint
+        checkpoint = records.parse_request(await self._read_body(request), DrafterRequest).checkpoint
         async with self._swapping:
             model = await run_in_threadpool(self.model.with_drafter, checkpoint)
             self.measured = await run_in_threadpool(measure, model)
@@ -188,7 +181,7 @@ class Service:
             self._log.write(record)
 
     async def _read(self, reply: Reply, answers: Answers, scope: Scope) -> AsyncGenerator[str]:
-        """The records of an answer. After the last one its figures are stored, also in `scope` for the log."""
+        """The encoded pieces of an answer. At its end its figures are stored, also in `scope` for the printed line."""
         try:
             async for record in answers.read():
                 yield record
@@ -199,7 +192,7 @@ class Service:
 
 
 def measure(model: Decoder) -> dict[str, float]:
-    """Compile and measure now, so that the first client need not wait for it. Returns the figures of a short text."""
+    """Compile and measure now, before the first client asks. Returns the figures of a short text: tokens, τ, speed."""
     model.generate("Hello", max_new_tokens=1)
     start_time = time.perf_counter()
     model.generate("Hello", max_new_tokens=_TRIAL)
@@ -254,7 +247,7 @@ def make_app(service: Service) -> FastAPI:
 
 
 async def _events(events: AsyncGenerator[str], reply: Reply, answers: Answers) -> AsyncGenerator[str]:
-    """The answer as server-sent events; events that are there are sent together.
+    """The answer as server-sent events; all events that wait in `answers` are sent together.
 
     An error is an event too, as the status has been sent before.
     """

@@ -1,4 +1,4 @@
-"""What every request passes first and last: whether it may ask, the headers of its answer, and a line of the log.
+"""What every request passes first and last: whether it may ask, the headers of its answer, and a printed line about it.
 
 A browser lets any page send requests to a server of its machine. Two headers give such a page away. Its `Origin` is
 foreign. If the name in its address was made to mean this machine (DNS rebinding), the `Host` is foreign.
@@ -18,11 +18,12 @@ from outrider.base.errors import UserError
 from outrider.inference.settings.tools import ServeConfig
 from outrider.server.workers import GIVEN_UP, RefusedError
 
-FIGURES = "outrider.figures"  # in the scope of a request: what was measured of its answer, for the log
+FIGURES = "outrider.figures"  # the key in a request's scope of what was measured of its answer, for the printed line
 # The page has its script and style in itself, reaches this server alone, and stands in no frame.
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 _HEADERS = {"Content-Security-Policy": f"{_POLICY}; frame-ancestors 'none'", "X-Frame-Options": "DENY"}
 _HEADERS |= {"Vary": "Origin", "X-Content-Type-Options": "nosniff", "Cross-Origin-Resource-Policy": "same-origin"}
+# The scheme of an Origin; the address in brackets, or the name or address, with the dot that may end it; the port.
 _HOST = re.compile(r"(?:https?://)?(?:\[([0-9a-f:.]+)\]|([a-z0-9_.-]+?)\.?)(?::\d+)?", re.IGNORECASE)
 
 
@@ -56,7 +57,8 @@ class Front:
         for all addresses of the machine.
         """
         host, origin, content_type = headers.get("host", ""), headers.get("origin"), headers.get("content-type", "")
-        if not ({_name(host), "*"} & self._hosts or (self._is_open and re.fullmatch(r"[\d.]+|.*:.*", _name(host)))):
+        is_numeric = re.fullmatch(r"[\d.]+|.*:.*", _name(host))
+        if not ({_name(host), "*"} & self._hosts or (self._is_open and is_numeric)):
             raise RefusedError(f"Host {host!r}: not a name of this server; allow_hosts=[NAME] adds one", status=421)
         is_local = origin is None or origin.partition("://")[2] == host or _name(origin) in self._hosts
         if not (is_local or self._origins & {origin, "*"}):
@@ -69,7 +71,7 @@ class Front:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        began, status, added = time.perf_counter(), 0, _HEADERS
+        began, status, added = time.perf_counter(), 0, _HEADERS  # status 0: no answer has begun
 
         async def answer(message: Message) -> None:
             nonlocal status
@@ -92,5 +94,5 @@ class Front:
         finally:
             path = scope.get("raw_path", b"").decode("ascii", "backslashreplace")[:200]
             figures = {"status": status, **scope.get(FIGURES, {}), "seconds": round(time.perf_counter() - began, 2)}
-            with suppress(OSError):  # nobody reads the log
+            with suppress(OSError):  # the reader of the output has gone
                 print(scope["method"], path, *(f"{name}={value}" for name, value in figures.items()), flush=True)

@@ -1,7 +1,9 @@
 """Requests of OpenAI's API: `read_request` makes the JSON of a request into jobs, one for each text to write.
 
+A job has the prompt's token ids, the options of sampling, and where the text ends.
+
 A field that would change the answer and is not read here is refused by its name. What a request may ask for is bounded
-here: texts, stop strings, arguments, log-probabilities, tokens.
+here: texts, stop strings, arguments of the chat template, log-probabilities, tokens.
 """
 
 from collections.abc import Mapping
@@ -25,15 +27,15 @@ if TYPE_CHECKING:
 UNREAD = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
           "include_obfuscation", "timings_per_token"}  # fmt: skip
 HARMLESS = {"tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"], "best_of": 1,
-            "type": "text"}  # fmt: skip  # the last of a message of lm-evaluation-harness
+            "type": "text"}  # fmt: skip  # "type": of a message, as lm-evaluation-harness writes it
 HARMLESS |= dict.fromkeys(("enable_thinking", "thinking"))  # only null: they belong into `chat_template_kwargs`
 HARMLESS |= dict.fromkeys(("skip_special_tokens", "add_special_tokens", "add_generation_prompt", "detokenize"), True)
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 MOST_STOPS, LONGEST_STOP = 16, 256  # stop strings of a request, and characters of each
 MOST_ARGUMENTS = 2**14  # characters of `chat_template_kwargs`, which are compiled with the template
 MOST_SCORES = 2**21  # log-probabilities of a request: they take some 70 bytes each
-TopCount = Annotated[int, Ge(0), Le(128)]
-BRANCHES = ("str", "bool", "constrained-int")  # names of union members, in the locations of pydantic's errors
+TopCount = Annotated[int, Ge(0), Le(128)]  # likeliest tokens at a position; this server's own bound
+BRANCHES = ("str", "bool", "constrained-int")  # union members in the locations of pydantic's errors; list[…] is another
 Json = dict[str, object]
 FAIL_FAST = Field(fail_fast=True)  # an error names only the first wrong member of a list
 TokenIds = Annotated[list[int], FAIL_FAST]
@@ -129,10 +131,10 @@ RequestKind = TypeVar("RequestKind", bound=BaseModel)
 def read_request(
     body: bytes, request_cls: type[CompletionRequest], model: "Decoder", config: ServeConfig, model_name: str, seed: int
 ) -> tuple[CompletionRequest, list[TextJob]]:
-    """The request in `body`, and the jobs of its choices in order.
+    """The request in `body`, and the jobs of its choices (answers to a prompt) in order.
 
-    model_name: of the model. seed: of a request that has none. Choice i, counted over all prompts, has the seed + i.
-    Raises `UserError`.
+    model_name: the name for clients. seed: of a request that has none. Choice i, counted over all prompts, has the
+    seed + i. Raises `UserError`.
     """
     request = parse_request(body, request_cls)
     if request.model not in (None, model_name):
@@ -140,9 +142,10 @@ def read_request(
     refuse_unread_fields(request.model_extra)
     if request.stream_options is not None:
         refuse_unread_fields(request.stream_options.model_extra, "stream_options.")
-    prompts, n_choices, most = request.prompts, request.n or 1, config.batch + config.queue
-    if not 0 < len(prompts) * n_choices <= most:
-        raise RefusedError(f"n={n_choices} texts for each of {len(prompts)} prompts: expected 1 to {most} in all", "n")
+    prompts, n_choices, max_texts = request.prompts, request.n or 1, config.batch + config.queue
+    if not 0 < len(prompts) * n_choices <= max_texts:
+        fault = f"n={n_choices} texts for each of {len(prompts)} prompts"
+        raise RefusedError(f"{fault}: expected 1 to {max_texts} in all", "n")
     stops = _require_stops(request, model)
     sampling_fields = {field: value for field in SAMPLING if (value := getattr(request, field)) is not None}
     sampling = replace(config.sampling, **sampling_fields | ({"top_k": 0} if request.top_k == -1 else {}))
@@ -172,7 +175,7 @@ def parse_request(body: bytes, request_class: type[RequestKind]) -> RequestKind:
 
 
 def _require_stops(request: ApiRequest, model: "Decoder") -> tuple[str, ...]:
-    """The stop strings of a request. Raises `RefusedError` for these, end tokens or arguments out of bounds."""
+    """The stop strings of a request. Raises `RefusedError` for bad stop strings, template arguments or end tokens."""
     stops = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     if len(stops) > MOST_STOPS or not all(0 < len(stop) <= LONGEST_STOP for stop in stops):
         longest_length, limits = max(map(len, stops)), f"{MOST_STOPS} texts at most, of 1 to {LONGEST_STOP} characters"
@@ -200,7 +203,7 @@ def context_tokens(model: "Decoder", config: ServeConfig) -> int:
 
 
 def _plain_message(message: ChatMessage, prefix: str) -> dict[str, str]:
-    """The message as `outrider` reads it. prefix: its place in the request, for errors."""
+    """The message as {"role", "content": one text}, without `name` and `cache_control`. prefix: its key, for errors."""
     refuse_unread_fields({key: value for key, value in (message.model_extra or {}).items() if key != "name"}, prefix)
     content_parts = [{"type": "text", "text": message.content}] if isinstance(message.content, str) else message.content
     content_parts = [{name: value for name, value in part.items() if name != "cache_control"} for part in content_parts]

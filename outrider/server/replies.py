@@ -1,4 +1,4 @@
-"""Replies of OpenAI's API: the pieces of texts become JSON, each piece in the thread of its text.
+"""Replies of OpenAI's API: the pieces of texts become JSON, each piece in the thread of its text. A choice: a text.
 
     take(index, piece)     adds a piece to an answer that is sent whole; `body` is the whole answer
     chunk(index, piece)    the event of a piece in a stream; `usage_event` is the last event of the stream
@@ -26,7 +26,7 @@ from outrider.inference.core.logprobs import TokenScores
 from outrider.server.records import ChatRequest, CompletionRequest, Json
 from outrider.server.workers import Piece, TextJob
 
-MIN_LOGPROB = -9999.0  # of log-probabilities, as OpenAI's: JSON has no infinity
+MIN_LOGPROB = -9999.0  # the least log-probability that is sent, as OpenAI's: JSON has no infinity
 ScoreRow = tuple[str, ...]  # a token's log-probabilities as JSON: an entry of "content", or of each of three lists
 ScoredPiece = tuple[Piece, list[ScoreRow]]
 
@@ -76,11 +76,12 @@ class Reply:
         """What is measured so far. τ and tokens per second leave out the first pass of each text, the prefill."""
         totals, seconds = sum(self._counts, Counter[str]()), max(self._last_time - self._first_time, 1e-9)
         figures: dict[str, float] = {"prompt_tokens": self._prompt_tokens, "tokens": totals["tokens"]}
-        if decoded := totals["tokens"] - sum(counts["tokens"] > 0 for counts in self._counts):
+        if decoded := totals["tokens"] - sum(counts["tokens"] > 0 for counts in self._counts):  # a prefill gives one
             figures |= {"tau": round(decoded / totals["passes"], 2), "tokens_per_second": round(decoded / seconds, 1)}
         return figures
 
     def _count(self, choice_index: int, piece: Piece) -> None:
+        """Add the time and the tokens of a piece; `piece.drafted` says whether all of these were drafted."""
         self._last_time, size = time.perf_counter(), len(piece.tokens)
         self._first_time = self._first_time or self._last_time
         counts = {"tokens": size, "accepted": size * piece.drafted, "proposed": piece.proposed, "passes": piece.passes}
@@ -92,7 +93,7 @@ class Reply:
     def _record(self, object_name: str, choice_jsons: Sequence[str], fields: Json) -> str:
         """The JSON of a record with `choice_jsons`, which are JSON, and further `fields`. object_name: in a chat."""
         record = self._head | {"object": object_name if self._is_chat else "text_completion"} | fields
-        return f'{json.dumps(record)[:-1]}, "choices": [{", ".join(choice_jsons)}]}}'
+        return f'{json.dumps(record)[:-1]}, "choices": [{", ".join(choice_jsons)}]}}'  # [:-1]: before its }
 
     def _usage(self) -> Json:
         totals, prompt_tokens = sum(self._counts, Counter[str]()), self._prompt_tokens
@@ -102,7 +103,7 @@ class Reply:
         return {"usage": {**counts, "completion_tokens_details": details}}
 
     def _choice(self, choice_index: int, scored_pieces: Sequence[ScoredPiece], message_key: str) -> str:
-        """The JSON of a choice, or of some of its pieces. message_key: of its message."""
+        """The JSON of a choice, or of some of its pieces. message_key: "message", or "delta" in a stream."""
         job, is_first = self.jobs[choice_index], choice_index not in self._opened
         self._opened.add(choice_index)
         text, role_field = "".join(piece.text for piece, _ in scored_pieces), {"role": "assistant"} if is_first else {}
@@ -114,7 +115,7 @@ class Reply:
             choice |= {"prompt_token_ids": job.ids} if is_first else {}
         score_rows = [row for _, piece_rows in scored_pieces for row in piece_rows]
         logprobs_json = "null" if job.logprobs is None else self._join_scores(score_rows)
-        return f'{json.dumps(choice)[:-1]}, "logprobs": {logprobs_json}}}'
+        return f'{json.dumps(choice)[:-1]}, "logprobs": {logprobs_json}}}'  # [:-1]: before its }
 
     def _join_scores(self, score_rows: Sequence[ScoreRow]) -> str:
         """The JSON of a choice's log-probabilities, from those of its tokens."""
@@ -124,7 +125,7 @@ class Reply:
         return f"{{{', '.join(members)}}}"
 
     def _scores(self, piece: Piece) -> list[ScoreRow]:
-        write_row = self._chat_row if self._is_chat else self._text_row
+        write_row = self._chat_row if self._is_chat else self._text_row  # no scores: no rows (`strict=False`)
         return [write_row(token, scores) for token, scores in zip(piece.tokens, piece.scores, strict=False)]
 
     def _text_row(self, token: int, scores: TokenScores) -> ScoreRow:

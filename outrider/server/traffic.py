@@ -1,8 +1,9 @@
 """The log of what a server answers: a line of JSON for each text, as generate-responses writes its records.
 
 Trainings read such a file with data=responses. Besides the fields of a record a line has "created", in seconds since
-1970, and "greedy". An answer that no end token ended is cut: it was long enough, a stop string ended it, its client
-left, or the server failed.
+1970, and "greedy". An answer that no end token ended is cut ("finish": "length"): it was long enough, a stop string
+ended it, its client left, or the server failed. "written" has the answer's tokens, and digests of all that decides the
+prompt's tokens: trainings use these tokens if their digests are the same.
 """
 
 import json
@@ -56,16 +57,17 @@ class TrafficLog:
                 tail_start = content.rfind(b"\n") + 1
                 first_line, last_line = content[: max(content.find(b"\n"), 1)], content[tail_start:]
             with suppress(UserError):
-                is_log = first_line[:1] == b"\0" or (not tail_start and first_line == b"{")  # lost power; torn
+                # A file that lost power begins with zeros; a torn first record has no end of line.
+                is_log = first_line[:1] == b"\0" or (not tail_start and first_line == b"{")
                 is_log = is_log or isinstance(parse_json(first_line), dict)
             if not is_log:
                 self.close()
                 raise UserError(f"log={path}: holds something else than records; give another file")
             try:
                 parse_json(last_line)
-            except UserError:
+            except UserError:  # empty, or an unfinished line
                 os.truncate(self._file, tail_start)
-            else:  # a record of another program
+            else:  # a record of another program, which wrote no end of line
                 os.write(self._file, b"\n")
         if os.fstat(self._file).st_mode & 0o077:
             warn(f"log={path}: others than its owner may read users' texts in it; chmod 600 ends that")
@@ -90,7 +92,7 @@ class TrafficLog:
 def _read(content: Json, record_id: str) -> tuple[Json, Record] | None:
     """`content` and its record as trainings read it; None if they do not."""
     try:
-        return content, to_record(content, find_layout(content, "auto", None, record_id), record_id)
+        return content, to_record(content, find_layout(content, layout="auto", column=None, where=record_id), record_id)
     except SkipRecordError:
         return None
 
@@ -100,14 +102,14 @@ class TrafficRecords:
 
     def __init__(self, setup: "TargetSetup"):
         tokenizer, template = setup.target.tokenizer, setup.chat_template
-        self._setup, self._template = setup, "tokenizer" if template == "auto" else template
+        self._setup, self._template = setup, "tokenizer" if template == "auto" else template  # trainings know no auto
         # By arguments as JSON. The digest of a tokenizer takes a while, and is kept with the object.
         self._bind = lru_cache(64)(lambda arguments: bind_arguments(tokenizer, json.loads(arguments), template))
 
     def make_record(
         self, request: CompletionRequest, job: TextJob, record_id: str, tokens: Sequence[int]
     ) -> Json | None:
-        """The record of the text of `job` with the answer `tokens`; None if it is blank. record_id: its id.
+        """The record of the text of `job` with the answer `tokens`; None if the answer is blank.
 
         Only this answer of a conversation is learned: the others were logged when they were written. A conversation
         that trainings do not read, such as one with two system turns, is a plain text.
@@ -127,8 +129,8 @@ class TrafficRecords:
         content, record = chat_and_record or _read(text_content, record_id) or (None, None)
         if content is None or record is None:
             return None
-        digests = *origin_digests(content, tokenizer, self._template), text_digest(record)
-        written = Written(*digests, [TokenisedText(ids, [(answer_start, len(ids))])])
+        digests = *origin_digests(content, tokenizer, self._template), text_digest(record)  # tokenizer, template, text
+        written = Written(*digests, [TokenisedText(ids, [(answer_start, len(ids))])])  # the span of the answer
         facts = {"prompt_tokens": answer_start, "tokens": len(tokens), "finish": "end" if has_end_token else "length"}
         facts |= {"created": int(time.time()), "greedy": job.sampling.temperature == 0}
         return {"id": record_id, **content, **facts, "written": asdict(written)}

@@ -5,8 +5,9 @@
     async for record in answers.read(): ...             # in the event loop
 
 There are as many threads as texts may be decoded at a time. A thread writes one text after another (`Decoder.rounds`).
-The model decides whether the rounds of several threads are computed in turn or in one pass. All that is computed from a
-piece, its record for the client too, is computed in the thread of its text. The event loop only hands records on.
+A round: one pass of the target and the tokens that it adds. The model decides whether the rounds of several threads are
+computed in turn or in one pass. All that is computed from a piece, its record for the client too, is computed in the
+thread of its text. The event loop only hands records on.
 """
 
 import asyncio
@@ -36,37 +37,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TextJob:
-    """One text to write. rule: finds the stop strings before which the text ends. The other fields are arguments of
-    `Decoder.rounds`."""
+    """One text to write, by `Decoder.rounds`."""
 
-    ids: tuple[int, ...]
+    ids: tuple[int, ...]  # the prompt's tokens
     sampling: SamplingConfig
     max_new_tokens: int
-    stops: tuple[str, ...]
-    rule: StopStrings | None
+    stops: tuple[str, ...]  # stop strings
+    rule: StopStrings | None  # finds the stop strings before which the text ends
     seed: int
-    speculate: bool
-    logprobs: int | None
+    speculate: bool  # False: without the drafter
+    logprobs: int | None  # the number of likeliest tokens at each position to score; None: no scores
 
 
 @dataclass(frozen=True)
 class Piece:
-    """New tokens of a text, all drafted or all the target's own, and the part of the text that is certain by now.
+    """New tokens of a text, all drafted or all the target's own, and the part of the text that is certain by now."""
 
-    text: also of earlier tokens; empty while later tokens may change it.
-    scores: the log-probabilities of the tokens, if the job asks for them.
-    proposed, passes: the tokens that the drafter proposed, and the target's passes without the prefill, since the piece
-    before.
-    reason: why the text ends, "stop" or "length"; only the last piece has one, and no tokens.
-    """
-
-    text: str
+    text: str  # also of earlier tokens; empty while later tokens may change it
     tokens: tuple[int, ...] = ()
-    drafted: bool = False
-    scores: tuple[TokenScores, ...] = ()
-    proposed: int = 0
-    passes: int = 0
-    reason: str | None = None
+    drafted: bool = False  # whether the drafter proposed these tokens
+    scores: tuple[TokenScores, ...] = ()  # the log-probabilities of the tokens, if the job asks for them
+    proposed: int = 0  # tokens that the drafter proposed since the piece before
+    passes: int = 0  # passes of the target since the piece before, without the prefill
+    reason: str | None = None  # why the text ends, "stop" or "length"; only the last piece has one, and no tokens
 
 
 Event = tuple[str, bool] | UserError  # a record to send, and whether its text ends; or the error that ends the answer
@@ -133,13 +126,13 @@ class Answers:
 
 
 class Workers:
-    """`threads` threads that write texts. Further texts wait. At most `most` texts run or wait.
+    """`threads` threads that write texts. Further texts wait. At most `max_texts` texts run or wait.
 
     open: the texts that run or wait. counts: texts by how they ended, and tokens.
     """
 
-    def __init__(self, threads: int, most: int):
-        self._most, self.counts = most, Counter[str]()
+    def __init__(self, threads: int, max_texts: int):
+        self._max_texts, self.counts = max_texts, Counter[str]()
         self._pool, self._ended = ThreadPoolExecutor(threads), False
         self.open, self._lock = dict[Future[None], Answers](), Lock()
 
@@ -156,7 +149,7 @@ class Workers:
         with self._lock:
             if self._ended:
                 raise RefusedError(GIVEN_UP, status=503)
-            if len(self.open) + len(jobs) > self._most:
+            if len(self.open) + len(jobs) > self._max_texts:
                 raise RefusedError(f"{len(self.open)} texts are written or wait already: ask again later", status=429)
             answers = Answers(len(jobs), timeout_seconds)
             answers.futures = [
@@ -172,7 +165,7 @@ class Workers:
         """Give up all texts, and take no more."""
         with self._lock:
             self._ended = True
-        for answers in {*self.open.copy().values()}:
+        for answers in {*self.open.copy().values()}:  # once each; a copy, as threads change `open`
             answers.cancel()
 
     def close(self) -> None:
@@ -184,7 +177,7 @@ class Workers:
         with self._lock:
             del self.open[future]
         self._count(texts=1, cancelled_texts=int(future.cancelled()))
-        if not future.cancelled() and (error := future.exception()):  # of `end`: the client has its answer
+        if not future.cancelled() and (error := future.exception()):  # of `on_end`: the client has its answer
             traceback.print_exception(error)
 
     def _write(
@@ -233,20 +226,21 @@ def decode_pieces(
     streamed_text, unsent, text_ids, stop_rule = StreamedText(tokenizer, end_ids), "", [*job.ids], job.rule
     for round_index, r in enumerate(rounds):
         scores = r.scores if isinstance(r, ScoredRound) else ()
-        proposed, passes = r.drafted, int(round_index > 0)
+        proposed, passes = r.drafted, int(round_index > 0)  # round 0 is the prefill
         for is_drafted, token_slice in ((True, slice(0, r.accepted)), (False, slice(r.accepted, len(r.tokens)))):
             if not (tokens := r.tokens[token_slice]):
                 continue
             text_ids += tokens
             unsent += streamed_text.add(tokens)
+            # The end of the text that is, or may begin, a stop string.
             tail = stop_rule.shown_end(text_ids, len(streamed_text.tokens)) if stop_rule else ""
             send_length = max(0, len(unsent) - len(tail))
             yield Piece(unsent[:send_length], tokens, is_drafted, scores[token_slice], proposed, passes)
             unsent, proposed, passes = unsent[send_length:], 0, 0
     unsent += streamed_text.flush()
-    is_stopped = stop_rule is not None and stop_rule.first_end(text_ids, 1) is not None
+    is_stopped = stop_rule is not None and stop_rule.first_end(text_ids, new_count=1) is not None
     if stop_rule and is_stopped:
-        tail = stop_rule.shown_end(text_ids, len(streamed_text.tokens))
+        tail = stop_rule.shown_end(text_ids, len(streamed_text.tokens))  # `unsent` may have its spaces cleaned up
         unsent = unsent.removesuffix(tail if unsent.endswith(tail) else tokenizer.clean_up_tokenization(tail))
     ended = is_stopped or streamed_text.tokens[-1] in end_ids or len(streamed_text.tokens) < job.max_new_tokens
     yield Piece(unsent, reason="stop" if ended else "length")

@@ -262,7 +262,7 @@ def test_a_prompt_is_a_text_or_its_tokens_and_a_list_of_prompts_gives_a_list_of_
         assert (alone[0] == alone[2]) == ("seed" not in options)
         assert model.generate(ids[0], **options) == "".join(model.stream(ids[0], **options)) == alone[0]
         assert model.generate(texts, **options) == model.generate(tuple(ids), **options) == alone
-    monkeypatch.setattr(model._worker.batch, "budget", replace(model.budget, most=1))  # so they are decoded in turn
+    monkeypatch.setattr(model._worker.batch, "budget", replace(model.budget, max_bytes=1))  # decoded in turn
     assert model.generate(texts, **options) == alone
     refusal("stream a prompt at a time: only generate takes a list of them", model.stream, texts)
 

@@ -49,11 +49,11 @@ def test_the_time_left_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     unknown.advance(1_234_567)
     assert counting.seconds_left == 120.0  # 2 steps took a minute, 4 are left
     assert (str(counting), str(unknown)) == ("b 6/10 steps", "c 1234567 records")
-    given = Stage("d", 10, "prompts", most=100.0)
+    given = Stage("d", 10, "prompts", max_seconds=100.0)
     assert given.seconds_left == 40.0
     given.advance(9)
     assert given.seconds_left == pytest.approx(60 / 9)
-    over = Stage("e", 10, most=50.0)
+    over = Stage("e", 10, max_seconds=50.0)
     assert over.seconds_left is None  # its time is over, and it goes on
     over.advance(2)
     assert over.seconds_left == 240.0

@@ -30,7 +30,7 @@ def train(out_dir: Path, *, precision: str = "fp32", resume: bool = False) -> se
 
     class Watched(TinyModel):
         def begin_step(self, step: int) -> None:
-            sharded.add(any(map(sharding.is_shared_out, self.parameters())))
+            sharded.add(any(map(sharding.is_sharded, self.parameters())))
 
     rows, model = tiny_rows(), Watched(torch.float32)
     config = tiny_config(

@@ -1,4 +1,7 @@
-"""`training_run`: the frame of every training. A file of train/ enters it, builds a student, fits it and saves it."""
+"""`training_run`: the frame of every training. A file of train/ enters it, builds a student, fits it and saves it.
+
+A student is the module to train, with its loss. A plan lists the memory that the training takes.
+"""
 
 import json
 import shutil
@@ -36,7 +39,7 @@ def training_run(
     """A training in `config.out_dir`. Every process enters it, before it reads data or weights.
 
     It joins the processes of a launcher, and locks out_dir and the folders of `drafter_dirs` against other runs. An
-    out-of-memory error becomes one that lists what `memory()` says is held. Raises `UserError` if a folder is in use or
+    out-of-memory error becomes one that lists the parts of `make_plan()`. Raises `UserError` if a folder is in use or
     not writable, and if out_dir holds a run and resume is off.
     """
     with ExitStack() as stack:
@@ -46,6 +49,7 @@ def training_run(
         if isinstance(fit_config := getattr(config, "fit", None), FitConfig):
             fit_config.require_processes(state.num_processes)
         for folder in {Path(path).resolve(): path for path in (config.out_dir, *drafter_dirs)}.values():
+            # Only the run in out_dir records its start, so that a resumed one writes the same date into chats.
             option, resume = ("out_dir", config.resume) if folder == config.out_dir else ("checkpoint", None)
             locked_dir = require_writable(folder, option)
             stack.enter_context(only_run_of(state, locked_dir, "a training", resume))
@@ -119,7 +123,7 @@ class TrainingRun:
             student, rows, config, self.out_dir, identity=identity, evaluate=evaluate_and_keep, minutes=minutes,
             resume=self.resume, before_last_save=forget_saved,
         )  # fmt: skip
-        if student.saved_part is not None:  # the caller writes its frozen parameters too
+        if student.saved_part is not None:  # the caller also writes the frozen parameters, which may be sharded
             sharding.make_whole(student.saved_part, frozen=True)
         if not self.is_main:
             return None
@@ -134,7 +138,7 @@ class TrainingRun:
 
 
 class BestWeights:
-    """The trained weights with the highest τ so far, in one file that is the old one or all of the new.
+    """The trained weights with the highest τ so far, in one file, which is written atomically.
 
     A killed run finds them again. Evaluations are a function of the step, so those that a resumed run repeats change
     nothing.
@@ -145,7 +149,7 @@ class BestWeights:
 
     def offer(self, student: nn.Module, step: int, metrics: Mapping[str, float]) -> None:
         """Keep the student's weights if they are better. Raises `UserError` where they cannot be written."""
-        if self.file.exists() and self._read_header()[1]["tau"] >= metrics["tau"]:
+        if self.file.exists() and self._read_header()[1]["tau"] >= metrics["tau"]:  # [1]: the metrics of the best
             return
         weights = {name: p.detach().cpu().contiguous() for name, p in trained_parameters(student).items()}
         header = {"step": str(step), "metrics": json.dumps(dict(metrics))}
@@ -169,7 +173,7 @@ class BestWeights:
 
 
 def copies_of_norms(student: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The trained norms in `dtype`, by name."""
+    """The trained weights of norms in `dtype`, by name."""
     trained = trained_parameters(student).items()
     return {name: p.detach().to(dtype, copy=True) for name, p in trained if p.ndim == 1 and "norm" in name}
 

@@ -1,6 +1,7 @@
 """The training engine: one process, DDP, DeepSpeed or FSDP, as the launcher asks, through Accelerate.
 
-Differences between these that Accelerate leaves to its caller are handled here and nowhere else in the loop.
+Differences between these that Accelerate leaves to its caller are handled here and nowhere else in the loop. A batch of
+rows (sequences of tokens) is split into micro batches: over processes, and on each over the passes of a step.
 """
 
 import math
@@ -41,11 +42,9 @@ class TrainingEngine:
         micro_rows = config.micro_rows(process_count)
         accumulation_steps = config.batch_rows // (micro_rows * process_count)
         plugin = utils.GradientAccumulationPlugin(num_steps=accumulation_steps, sync_with_dataloader=False)
-        self.accelerator = Accelerator(
-            mixed_precision="no",  # `fit` autocasts: with the launcher's setting, DeepSpeed and FSDP hold bf16 weights
-            gradient_accumulation_plugin=plugin,
-            log_with="wandb" if config.wandb.is_on() else None,
-        )
+        log_with = "wandb" if config.wandb.is_on() else None
+        # Without mixed precision, as `fit` autocasts: with the launcher's, DeepSpeed and FSDP hold bf16 weights.
+        self.accelerator = Accelerator(mixed_precision="no", gradient_accumulation_plugin=plugin, log_with=log_with)
         backend = self.accelerator.distributed_type
         self._deepspeed, self._fsdp = backend == utils.DistributedType.DEEPSPEED, backend == utils.DistributedType.FSDP
         if self._fsdp and self.accelerator.state.fsdp_plugin.fsdp_version != 2:
@@ -90,6 +89,7 @@ class TrainingEngine:
         """Save the optimizer state and the RNG states to `folder`.
 
         Call it on every process. Frozen weights are excluded: `Accelerator.save_state` would include them under FSDP.
+        The empty lists below stand for weights, schedulers and data loaders.
         """
         folder.mkdir(parents=True, exist_ok=True)
         if self._fsdp:
@@ -106,16 +106,15 @@ class TrainingEngine:
         """
         advice = "continue under the strategy that wrote it (conf/accelerate), DeepSpeed's on as many GPUs"
         if self._optimizers and not (checkpoint / OPTIMIZER_FILE).exists():
-            raise UserError(
-                f"{checkpoint}: no {OPTIMIZER_FILE} there, as if it was made by DeepSpeed or FSDP; {advice}"
-            )
+            problem = f"no {OPTIMIZER_FILE} there, as if it was made by DeepSpeed or FSDP"
+            raise UserError(f"{checkpoint}: {problem}; {advice}")
         if not self._deepspeed:
             load_trained(self.model, checkpoint)
         try:
             self._load_sharded(checkpoint)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # of DeepSpeed and FSDP
+        except Exception as error:  # DeepSpeed and FSDP raise many types
             raise UserError(f"{checkpoint}: cannot be continued here ({reason(error)}); {advice}") from None
         remedy = f"remove {checkpoint}: resume=true goes on before it"
         try:
@@ -131,7 +130,7 @@ class TrainingEngine:
     def _load_sharded(self, checkpoint: Path) -> None:
         """What a strategy restores by itself; DeepSpeed stores its own copy of the weights."""
         if self._deepspeed and self.module.load_checkpoint(str(checkpoint), load_module_strict=False)[0] is None:
-            raise UserError("it holds no state of DeepSpeed")
+            raise UserError("it holds no state of DeepSpeed")  # [0]: the path of what was loaded
         if self._fsdp:
             plugin = self.accelerator.state.fsdp_plugin
             utils.load_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.module, str(checkpoint))

@@ -40,16 +40,12 @@ STATE_FILE = "training_state.json"
 
 @dataclass(frozen=True)
 class TrainingState:
-    """The content of `STATE_FILE`.
+    """The content of `STATE_FILE` in a checkpoint."""
 
-    metrics: the last evaluation, by name; empty where there was none. seconds: what the training had taken by then, of
-    all runs, evaluations included. total: the steps of the whole run, as far as they were known.
-    """
-
-    step: int
-    metrics: dict[str, float] = field(default_factory=dict)
-    seconds: float = 0.0
-    total: int | None = None
+    step: int  # optimizer steps done
+    metrics: dict[str, float] = field(default_factory=dict)  # the last evaluation, by name; empty if there was none
+    seconds: float = 0.0  # what the training had taken by then, in all runs, evaluations included
+    total: int | None = None  # the steps of the whole run, as estimated then; None: not known
 
 
 def read_state(checkpoint: Path) -> TrainingState:
@@ -79,7 +75,7 @@ def fit(
     evaluate: called on every process, every `eval_every` steps and at the end, with the number of steps done, while
     the student is in eval mode, without gradients. The metrics that it returns are logged as eval_<name>.
     minutes: the time limit for the last step; the number of steps is then at most that of `config`. clock: measures
-    seconds for it (see `StepBudget`). before_last_save: called by the main process before the last checkpoint.
+    seconds for it. before_last_save: called by the main process before the last checkpoint.
 
     Writes checkpoint-<step> directories and log.jsonl to `out_dir`, which the caller must lock. A killed run continued
     with `resume=True` gives bit-identical results to an uninterrupted one, on the same machine with the same number of
@@ -93,7 +89,7 @@ def fit(
     state = join_processes()
     max_steps = config.total_steps(len(rows))
     config.require_processes(state.num_processes)  # raises before anything is written
-    limits = {"steps": max_steps, "minutes": minutes}
+    limits = {"steps": max_steps, "minutes": minutes}  # heldout_by: the rule that chooses held-out records
     run_record = limits | {"rows": len(rows), "fit": config.decisions(), "heldout_by": HELDOUT_BY, **identity}
     checkpoint_dir, is_longer_run = run_dir.open_run(out_dir, run_record, resume)
     run_record["code"] = code_version()
@@ -102,8 +98,8 @@ def fit(
     saved_state = TrainingState(0) if checkpoint_dir is None else read_state(checkpoint_dir)
     metrics, resumed_from = saved_state.metrics, saved_state.step
     limit = TimeLimit(minutes, earlier=saved_state.seconds, clock=clock)
-    budget = StepBudget(limit, max_steps, resumed_from, None if is_longer_run else saved_state.total)
-    if checkpoint_dir is not None and resumed_from >= budget.total:
+    budget = StepBudget(limit, max_steps, start=resumed_from, total=None if is_longer_run else saved_state.total)
+    if checkpoint_dir is not None and resumed_from >= budget.total:  # finished before
         load_trained(student, checkpoint_dir)
         return FitResult(resumed_from, resumed_from, saved_state.seconds, metrics, step=resumed_from, metrics=metrics)
     if is_longer_run:
@@ -170,10 +166,9 @@ def _save(engine: TrainingEngine, run: Mapping[str, object], reached: TrainingSt
             run_dir.publish(staged_dir, final_dir, keep)
     except (OSError, SafetensorError, RuntimeError, UserError) as error:
         shutil.rmtree(staging_dir, ignore_errors=True)
-        raise UserError(
-            f"out_dir={out_dir}: the checkpoint of step {reached.step} could not be written ({error}); "
-            f"{run_dir.describe_newest(out_dir)}. Free space and continue with resume=true"
-        ) from error
+        problem = f"the checkpoint of step {reached.step} could not be written ({error})"
+        remedy = f"{run_dir.describe_newest(out_dir)}. Free space and continue with resume=true"
+        raise UserError(f"out_dir={out_dir}: {problem}; {remedy}") from error
     state.wait_for_everyone()
 
 

@@ -1,4 +1,8 @@
-"""The training loop: forward, loss, backward, clip, step; the rest of the package supports it."""
+"""The training loop: forward, loss, backward, clip, step.
+
+A row is a sequence of tokens with labels. A step takes a batch of rows, in micro batches that the processes share. An
+engine wraps model and optimizer; a budget has the number of steps, which a time limit may change after every step.
+"""
 
 import functools
 import math
@@ -71,10 +75,9 @@ def run_steps(
         if accelerator.num_processes > 1:  # else it would synchronise the device
             label_count = int(accelerator.reduce(torch.tensor(label_count, device=accelerator.device), "sum"))
         if label_count == 0:
-            raise UserError(
-                f"step {step + 1}: no supervised token in the batch (every label is {IGNORE}); check the layout, "
-                "the chat template and the length limits of the data"
-            )
+            problem = f"no supervised token in the batch (every label is {IGNORE})"
+            remedy = "check the layout, the chat template and the length limits of the data"
+            raise UserError(f"step {step + 1}: {problem}; {remedy}")
         engine.set_rates(config.lr_scale(step, budget.total))
         for batch in micro_batches:
             with accelerator.accumulate(engine.module):  # the last micro batch exchanges the gradients
@@ -86,10 +89,9 @@ def run_steps(
         grad_norm = engine.clip()
         if grad_norm is not None and not math.isfinite(grad_norm):
             total_loss, n_labels, _ = training_log.drain()  # sums over all processes, so all call it
-            raise UserError(
-                f"step {step + 1}: loss={total_loss / n_labels:.4g}, grad_norm={grad_norm:.4g} is not finite; stopped "
-                f"there; {run_dir.describe_newest(training_log.out_dir)}. Lower lr, raise warmup, or use precision=fp32"
-            )
+            problem = f"loss={total_loss / n_labels:.4g}, grad_norm={grad_norm:.4g} is not finite; stopped there"
+            remedy = f"{run_dir.describe_newest(training_log.out_dir)}. Lower lr, raise warmup, or use precision=fp32"
+            raise UserError(f"step {step + 1}: {problem}; {remedy}")
         engine.optimizer.step()
         engine.optimizer.zero_grad()
         training_log.advance()

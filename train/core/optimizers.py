@@ -58,7 +58,6 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def __init__(self, adamw: torch.optim.AdamW, muon: torch.optim.Muon) -> None:
         self._parts = (adamw, muon)
-        self._sizes = (len(adamw.param_groups), len(muon.param_groups))
         super().__init__([*adamw.param_groups, *muon.param_groups], {})
         self._share()
 
@@ -67,11 +66,12 @@ class MuonAdamW(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
+        """Let each part see its share of this optimizer's groups, and all of the state."""
         group_start = 0
-        for optimizer, group_count in zip(self._parts, self._sizes, strict=True):
-            optimizer.param_groups = self.param_groups[group_start : group_start + group_count]
-            optimizer.state = self.state
-            group_start += group_count
+        for optimizer in self._parts:
+            group_end = group_start + len(optimizer.param_groups)
+            optimizer.param_groups, optimizer.state = self.param_groups[group_start:group_end], self.state
+            group_start = group_end
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -81,11 +81,13 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def build_optimizer(model: nn.Module, config: FitConfig) -> torch.optim.Optimizer:
-    """AdamW, or Muon for the layers' matrices with AdamW for the rest. Vectors have no weight decay."""
-    trained_params = [p for p in model.parameters() if p.requires_grad]
+    """AdamW, or Muon for the layers' matrices with AdamW for the rest. Vectors have no weight decay.
+
+    Raises `UserError` if no parameter requires a gradient, or with Muon no matrix of a layer.
+    """
     matrices = layer_matrices(model) if config.optimizer == "muon" else []
     matrix_ids = {id(p) for p in matrices}
-    adamw_parameters = [p for p in trained_params if id(p) not in matrix_ids]
+    adamw_parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in matrix_ids]
     adamw_groups = [
         {"params": [p for p in adamw_parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in adamw_parameters if p.ndim < 2], "weight_decay": 0.0},
@@ -100,15 +102,16 @@ def build_optimizer(model: nn.Module, config: FitConfig) -> torch.optim.Optimize
         raise UserError("optimizer=muon: no matrix of a transformer layer is trained; use optimizer=adamw")
     # "original" scales a step to a fixed spectral norm per matrix, times sqrt(max(1, rows / columns)). So muon_lr
     # transfers across widths. "match_rms_adamw" would tie it to AdamW's scale instead.
-    has_fast_bf16 = fast_dtype(matrices[0].device) == torch.bfloat16
-    muon = (torch.optim.Muon if has_fast_bf16 else Float32Muon)(
+    muon_class = torch.optim.Muon if fast_dtype(matrices[0].device) == torch.bfloat16 else Float32Muon
+    muon = muon_class(
         matrices, lr=config.muon_lr, weight_decay=config.weight_decay, momentum=0.95, adjust_lr_fn="original"
     )
     return muon if adamw is None else MuonAdamW(adamw, muon)
 
 
 def layer_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The trained 2-D parameters inside transformer layers: no embedding, head or norms."""
+    """The trained 2-D parameters inside transformer layers, each once: no embedding, head or norms."""
+    # Every layer of a model of transformers has this base class.
     layers = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
     layer_params = (parameter for layer in layers for parameter in layer.parameters())
     return list(dict.fromkeys(p for p in layer_params if p.requires_grad and p.ndim == 2))

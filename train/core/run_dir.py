@@ -19,7 +19,7 @@ from outrider.train.settings.fit import CHECKPOINTS
 
 RUN_FILE = "run.json"  # in every checkpoint: the run's identity
 STAGING = ".staging"  # incomplete files; never read
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_CHECKPOINT = re.compile(r"checkpoint-\d+")
 
 
 def checkpoints(out_dir: Path) -> list[Path]:
@@ -30,9 +30,7 @@ def checkpoints(out_dir: Path) -> list[Path]:
 
 def step_of(checkpoint: Path) -> int:
     """The number of optimizer steps before `checkpoint`."""
-    match = _CHECKPOINT.fullmatch(checkpoint.name)
-    assert match is not None
-    return int(match[1])
+    return int(checkpoint.name.removeprefix("checkpoint-"))
 
 
 def describe_newest(out_dir: Path) -> str:
@@ -62,7 +60,7 @@ def open_run(out_dir: Path, identity: Mapping[str, object], resume: bool) -> tup
     record = read_mapping(newest_dir / RUN_FILE, "record of a run", "remove the checkpoint, or give another out_dir")
     (minutes, steps), (new_minutes, new_steps) = map(_limits, (record, identity))
     is_longer = (minutes, steps) != (new_minutes, new_steps) and minutes <= new_minutes and steps <= new_steps
-    if is_longer:
+    if is_longer:  # a longer run may differ in its limits, and in nothing else
         record, identity = map(_without_limits, (record, identity))
     run_dirs.check_identity(record, identity, newest_dir)
     return newest_dir, is_longer
@@ -74,6 +72,7 @@ def _limits(record: Mapping[str, object]) -> tuple[float, int]:
 
 
 def _without_limits(run_record: Mapping[str, object]) -> dict[str, object]:
+    """A run's identity without its minutes, steps and epochs."""
     fit_settings = construct(dict[str, object], run_record.get("fit", {}), "fit")
     return {**run_record, "minutes": None, "steps": None, "fit": {**fit_settings, "steps": None, "epochs": None}}
 

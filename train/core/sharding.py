@@ -1,6 +1,6 @@
 """The trained parameters of a model in a checkpoint, and parameters sharded over processes: ZeRO-3 and FSDP2.
 
-What is about sharding is called on every process and does nothing to an unsharded model. DeepSpeed's ZeRO-3 and
+Every process calls what gathers or scatters shards; on an unsharded model this does nothing. DeepSpeed's ZeRO-3 and
 PyTorch's FSDP2 are recognised only by their marks on a parameter: `ds_id`, or the type `DTensor`.
 """
 
@@ -53,15 +53,16 @@ def assign(parameter: nn.Parameter, value: Tensor) -> None:
 
 @contextmanager
 def whole_model(model: nn.Module, wrapped_model: nn.Module) -> Iterator[None]:
-    """Gather `model` on every process, so that one of them can use it alone; `wrapped_model` is its training wrapper.
+    """Context manager: `model` is gathered on every process, so that one process can use the model alone.
 
-    Changes to parameters inside are not written back to the shards.
+    wrapped_model: DeepSpeed's engine or another training wrapper of `model`. Changes to parameters inside are not
+    written back to the shards.
     """
     fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in fsdp_modules:
         module.set_reshard_after_forward(False, recurse=False)
         module.unshard()
-        _make_copyable(module)
+        vars(module)["__deepcopy__"] = functools.partial(_ordinary_copy, module)
     offload = getattr(getattr(wrapped_model, "optimizer", None), "parameter_offload", None)  # ZeRO-3 only
     if offload is not None:
         # Its hooks would run collective operations, in which the other processes do not take part.
@@ -75,19 +76,15 @@ def whole_model(model: nn.Module, wrapped_model: nn.Module) -> Iterator[None]:
     for module in fsdp_modules:
         del vars(module)["__deepcopy__"]
         module.reshard()
-        module.set_reshard_after_forward(module is not model, recurse=False)
-
-
-def _make_copyable(module: FSDPModule) -> None:
-    """Let `copy.deepcopy` turn an FSDP module into an ordinary one; FSDP's class forbids copies."""
-    vars(module)["__deepcopy__"] = functools.partial(_ordinary_copy, module)
+        module.set_reshard_after_forward(module is not model, recurse=False)  # of all but the root
 
 
 def _ordinary_copy(module: FSDPModule, memo: dict[int, object]) -> nn.Module:
-    """A deep copy with the class that `module` had before FSDP, without FSDP's hooks and state."""
-    classes = (cls for cls in type(module).__mro__ if issubclass(cls, nn.Module) and not issubclass(cls, FSDPModule))
-    cls: type[nn.Module] = next(classes)
-    module_copy = memo[id(module)] = cls.__new__(cls)
+    """A deep copy with the class that `module` had before FSDP, without FSDP's hooks and state; its own class forbids
+    copies. memo: as of `copy.deepcopy`."""
+    bases = (base for base in type(module).__mro__ if issubclass(base, nn.Module) and not issubclass(base, FSDPModule))
+    original_class: type[nn.Module] = next(bases)
+    module_copy = memo[id(module)] = original_class.__new__(original_class)
     default_attrs = vars(nn.Module())
     for name, value in vars(module).items():
         if "hook" in name and name in default_attrs:
@@ -105,19 +102,19 @@ def make_whole(model: nn.Module, *, frozen: bool = False) -> None:
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            _make_copyable(module)
+            vars(module)["__deepcopy__"] = functools.partial(_ordinary_copy, module)
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if (frozen or parameter.requires_grad) and is_shared_out(parameter):
+            if (frozen or parameter.requires_grad) and is_sharded(parameter):
                 value = whole_parameters([(name, parameter)])[name]
                 module._parameters[name] = nn.Parameter(value, requires_grad=parameter.requires_grad)
 
 
 @contextmanager
 def deepspeed_config(accelerator: Accelerator, loop_config: Mapping[str, float]) -> Iterator[None]:
-    """Replace "auto" in DeepSpeed's config by the loop's `loop_config` values while `prepare` reads it.
+    """Context manager: DeepSpeed's config has the training loop's `loop_config` values, by key, in place of "auto".
 
-    Afterwards "auto" is restored for the next run of this process. Does nothing without DeepSpeed. Raises `UserError`
-    if the launcher's config contradicts `loop_config`.
+    `Accelerator.prepare` reads the config inside. Afterwards "auto" is restored for the next run of this process. Does
+    nothing without DeepSpeed. Raises `UserError` if the launcher's config contradicts `loop_config`.
     """
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         yield
@@ -125,8 +122,7 @@ def deepspeed_config(accelerator: Accelerator, loop_config: Mapping[str, float])
     from deepspeed.utils import logger  # Linux only
 
     logger.setLevel(logging.ERROR)
-    plugin = accelerator.deepspeed_plugin
-    config = plugin.deepspeed_config
+    plugin, config = accelerator.deepspeed_plugin, accelerator.deepspeed_plugin.deepspeed_config
     for key, value in loop_config.items():
         if config.get(key, "auto") not in ("auto", value):
             raise UserError(f"DeepSpeed's {key}={config[key]}: the settings of `fit` make it {value}; write auto there")
@@ -135,10 +131,10 @@ def deepspeed_config(accelerator: Accelerator, loop_config: Mapping[str, float])
         yield
     finally:
         plugin.deepspeed_config = plugin.hf_ds_config.config = config
-    _round_once()
+    _patch_linear()  # where `prepare` has put ZeRO-3's in place
 
 
-def _round_once() -> None:
+def _patch_linear() -> None:
     """Make ZeRO-3's linear layers add the bias before rounding to bf16, as PyTorch's do.
 
     ZeRO-3 replaces `torch.nn.functional.linear` for the whole process, so that no gathered weight is kept for the
@@ -157,12 +153,13 @@ def _round_once() -> None:
         nn.functional.linear = linear
 
 
-def is_shared_out(parameter: nn.Parameter) -> bool:
+def is_sharded(parameter: nn.Parameter) -> bool:
     """Whether `parameter` is sharded, so that this process holds only a part of it."""
     return isinstance(parameter, DTensor) or hasattr(parameter, "ds_id")
 
 
 def _gather_parameters(parameters: list[nn.Parameter]) -> AbstractContextManager[object]:
+    """A context in which ZeRO-3's `parameters` are whole on every process; without parameters it does nothing."""
     if not parameters:
         return nullcontext()
     from deepspeed.runtime.zero import GatheredParameters  # Linux only
@@ -190,6 +187,7 @@ def load_trained(model: nn.Module, folder: Path) -> None:
     except (OSError, SafetensorError) as error:
         remedy = f"remove {folder}: resume=true goes on before it"
         raise UserError(f"{folder / WEIGHTS_FILE}: not readable ({reason(error)}); {remedy}") from None
+    # Shapes are compared if both have the same names.
     wrong_names = sorted(saved.keys() ^ trained.keys())
     wrong_names = wrong_names or sorted(name for name, p in trained.items() if p.shape != saved[name].shape)
     if wrong_names:

@@ -1,4 +1,4 @@
-"""Training runs with a time limit in minutes: the limit ends them, and the schedule falls with the time."""
+"""Training runs with a time limit in minutes: the limit ends the run, and the learning rate falls with the time."""
 
 import math
 from dataclasses import replace
@@ -19,13 +19,14 @@ class StepBudget:
     So a schedule that is linear in steps is linear in time, and ends with the time. The first step of a run compiles
     and fills caches, so its time is spent but not part of the mean.
 
-    limit: the minutes, and the clock. Evaluations and checkpoints between the first and the last step count.
-    start: the steps of earlier runs. The argument `total` is their estimate; None: by the time that they took.
+    limit: the minutes, the clock, and `earlier`, the seconds of the runs that this run resumes. Evaluations and
+    checkpoints between the first and the last step count. start: the steps of earlier runs. The argument `total` is
+    their estimate; None: estimated by the time that they took.
     """
 
     def __init__(self, limit: TimeLimit, max_steps: int, start: int = 0, total: int | None = None) -> None:
-        steps_left = limit.left(limit.earlier) * start / limit.earlier if start and limit.earlier else math.inf
         if total is None:
+            steps_left = limit.left(limit.earlier) * start / limit.earlier if start and limit.earlier else math.inf
             total = start + round(steps_left) if steps_left < math.inf else max_steps
         self.limit, self.max_steps, self.start, self.total = limit, max_steps, start, min(max_steps, total)
         self._state, self._first_seconds, self._warned = join_processes(), 0.0, False
@@ -44,15 +45,20 @@ class StepBudget:
         return self.total
 
     def _estimate(self, step: int) -> int:
-        spent = self.limit.spent()
+        """The total number of steps by the time of the first `step` steps."""
+        spent = self.limit.spent()  # seconds, of this run and of earlier ones
         self._first_seconds = self._first_seconds or spent - self.limit.earlier  # seconds of this run's first step
-        pace = (spent - self._first_seconds) / (step - 1) if step > 1 else self._first_seconds  # seconds of a step
-        steps_left = max(0, round(self.limit.left(spent) / max(pace, 1e-9)))  # a last step may begin if half of it fits
-        self._warn_of_long_steps(pace, is_measured=step > self.start + 1 or not steps_left)
+        step_seconds = (spent - self._first_seconds) / (step - 1) if step > 1 else self._first_seconds
+        # Rounding lets a last step begin if half of it fits.
+        steps_left = max(0, round(self.limit.left(spent) / max(step_seconds, 1e-9)))
+        self._warn_of_long_steps(step_seconds, is_measured=step > self.start + 1 or not steps_left)
         return min(self.max_steps, step + steps_left) if step > 1 or not steps_left else self.total
 
     def _warn_of_long_steps(self, step_seconds: float, is_measured: bool) -> None:
-        """Say once which options make a step of `step_seconds` seconds shorter if the minutes hold too few of them."""
+        """Warn once, if the minutes hold too few steps of `step_seconds`, which options make a step shorter.
+
+        is_measured: the time is that of a step after this run's first, or no other step will follow.
+        """
         limit_seconds = self.limit.left(0.0)
         if is_measured and not self._warned and step_seconds > limit_seconds / MIN_STEPS:
             advice = f"with a smaller fit.batch_rows or seq_len there are more; a training wants {MIN_STEPS} or more"

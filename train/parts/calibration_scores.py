@@ -1,8 +1,9 @@
 """Scores of a calibration head on held-out text, per token and for whole drafts, and its temperatures.
 
-Temperatures calibrate the product of a draft's conditionals: the probability that all its tokens so far are accepted.
-Conditionals that are each slightly overconfident give a product that is far too confident. So the temperature of
-position i is fitted for the product up to i, with the earlier temperatures fixed.
+The head predicts of each drafted token the probability that the target accepts it if all tokens before it in the draft
+are accepted. Temperatures calibrate the product of these conditionals: the probability that all tokens so far are
+accepted. Conditionals that are each slightly overconfident give a product that is far too confident. So the temperature
+of position i is fitted for the product up to i, with the earlier temperatures fixed.
 """
 
 import io
@@ -17,14 +18,14 @@ from torch import Tensor
 from outrider.draft_models.calibration_head import POSITIONS, CalibrationHead
 from outrider.train.core.training import Batch
 
-TEMPERATURES = torch.linspace(-1.5, 1.5, 121).exp()  # temperatures, including 1
+TEMPERATURES = torch.linspace(-1.5, 1.5, 121).exp()  # the candidates, from 0.22 to 4.5, including 1
 MIN_ROUNDS = 100  # rounds needed to fit a position's temperature; only rounds with all earlier tokens accepted count
 BINS = 10  # of predicted probability
 
 
 class Rounds(NamedTuple):
-    """Drafts, one per row. logits, exists [r, d]: the head's logit of every token, and whether the token exists.
-    accepted [r]: the number of accepted tokens."""
+    """Drafts of r rounds, the longest of d tokens. logits, exists [r, d]: the head's logit of every token, and whether
+    the draft has the token. accepted [r]: the number of accepted tokens."""
 
     logits: Tensor
     exists: Tensor
@@ -35,8 +36,9 @@ class Rounds(NamedTuple):
 
 
 def rounds_of(logits: Tensor, position: Tensor, label: Tensor) -> Rounds:
-    """Rounds from tokens [n] in the order of drafting: position 1 begins a round. label: 1 if accepted.
+    """Rounds from tokens [n] in the order of drafting, by their positions in drafts: position 1 begins a round.
 
+    logits: the head's. label: 1 if accepted.
     Example: the positions 1 2 3 1 2 with the labels 1 1 0 1 1 are two rounds, with 2 accepted tokens each.
     """
     round_indices = (position == 1).cumsum(0) - 1
@@ -51,7 +53,7 @@ def fit_temperatures(rounds: Rounds) -> Tensor:
 
     T_i is 1 if too few rounds have i − 1 accepted tokens. Positions beyond `POSITIONS` share the last temperature.
     """
-    temperatures, survival_probs = torch.ones(POSITIONS), torch.ones(len(rounds.accepted))
+    temperatures, survival_probs = torch.ones(POSITIONS), torch.ones(len(rounds.accepted))  # [POSITIONS], [r]
     for index in range(min(POSITIONS, rounds.logits.shape[1])):
         exists = rounds.exists[:, index]
         all_accepted = (rounds.accepted > index).float()  # [r]: all tokens so far are accepted
@@ -104,21 +106,21 @@ class HeadScores(TypedDict):
 
 @torch.no_grad()
 def predict_acceptance(head: CalibrationHead, captured: Batch) -> Tensor:
-    """The head's probabilities [n]."""
+    """The head's probabilities [n] that tokens of `capture` are accepted."""
     return logits_of(head, captured).sigmoid()
 
 
-def logits_of(head: CalibrationHead, captured: Batch) -> Tensor:
-    """The head's logits [n]."""
+def logits_of(head: CalibrationHead, captured_tokens: Batch) -> Tensor:
+    """The head's logits [n]. captured: see `capture`; confidence is the draft's own probability q of the token."""
     names = ("target_hidden", "draft_hidden", "position")
-    return head(*(captured[name] for name in names), captured["confidence"].log())
+    return head(*(captured_tokens[name] for name in names), captured_tokens["confidence"].log())
 
 
 @torch.no_grad()
 def temper_head(head: CalibrationHead, heldout: Batch, *, keep: bool = True) -> Tempering:
     """Fit temperatures of `head` on the first half of the rounds of `heldout`; keep them if they improve the second.
-    keep: false for the paper's head, which has none.
 
+    keep: false for the paper's head, which has none.
     Returns the scores on the second half. heldout: whole rounds, from `capture`.
     """
     rounds = rounds_of(logits_of(head, heldout), heldout["position"], heldout["label"])
@@ -129,13 +131,8 @@ def temper_head(head: CalibrationHead, heldout: Batch, *, keep: bool = True) -> 
     curves = (reliability_curve(*survival_products(second_half, scales)) for scales in (unit_temps, temperatures))
     error_before, error_after = map(expected_calibration_error, curves)
     head.temperature.copy_(temperatures if improves else unit_temps)
-    return {
-        "rounds": len(second_half.accepted),
-        "ece_before": error_before,
-        "ece_after": error_after,
-        "temperature": [round(value, 4) for value in temperatures.tolist()],
-        "kept": improves,
-    }
+    rounded, count = [round(value, 4) for value in temperatures.tolist()], len(second_half.accepted)
+    return Tempering(rounds=count, ece_before=error_before, ece_after=error_after, temperature=rounded, kept=improves)
 
 
 def rounds_of_later_half(captured: Batch) -> Batch:
@@ -178,12 +175,8 @@ def score_head(head: CalibrationHead, train: Batch, heldout: Batch) -> HeadScore
     }
     score_by_name = dict[str, PredictorScore]()
     for name, predicted in probs_by_name.items():
-        curve = reliability_curve(predicted, labels)
-        score_by_name[name] = {
-            "brier": brier_score(predicted, labels),
-            "ece": expected_calibration_error(curve),
-            "reliability": curve,
-        }
+        brier, curve = brier_score(predicted, labels), reliability_curve(predicted, labels)
+        score_by_name[name] = {"brier": brier, "ece": expected_calibration_error(curve), "reliability": curve}
     return {"tokens": len(labels), "accepted": float(labels.mean()), "predictors": score_by_name}
 
 
@@ -195,8 +188,7 @@ def plot_reliability(scores: HeadScores) -> bytes:
     for index, (name, score) in enumerate(scores["predictors"].items()):
         curve = score["reliability"]
         x, y = [point["predicted"] for point in curve], [point["observed"] for point in curve]
-        legend_text = f"{name}: Brier {score['brier']:.3f}, ECE {score['ece']:.3f}"
-        axes.plot(x, y, color=f"C{index}", label=legend_text)
+        axes.plot(x, y, color=f"C{index}", label=f"{name}: Brier {score['brier']:.3f}, ECE {score['ece']:.3f}")
         axes.scatter(x, y, s=[200 * p["count"] / scores["tokens"] + 8 for p in curve], color=f"C{index}")
     axes.set(xlabel="predicted", ylabel="accepted by the target", xlim=(0, 1), ylim=(0, 1))
     axes.legend()

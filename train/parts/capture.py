@@ -1,7 +1,8 @@
 """Capture of drafting outcomes: a target with its drafter continues texts, and every tested token is recorded.
 
 A drafted token is tested if the target says whether it is accepted: the tokens up to the first rejected one. The target
-decodes the texts, or its greedy answers are on record (see `inference.measure.replay`).
+decodes the texts, or its greedy answers are on record (see `inference.measure.replay`). The records train a calibration
+head, which estimates from them how likely a drafted token is accepted.
 
 `capture_splits` captures the texts of both splits once and keeps the tokens in a file. It calls `capture_texts` for
 each split, which calls `capture` for each text, whose tokens a `Recorder` records.
@@ -37,7 +38,7 @@ ROW_TOKENS = 64  # drafted tokens in one row of `fit`
 
 
 class TextToContinue(NamedTuple):
-    """Token ids to continue, and the target's recorded greedy answer to them, if any."""
+    """Token ids to continue, and the target's recorded greedy answer to them, if there is one."""
 
     prompt: list[int]
     answer: list[int] | None = None
@@ -45,12 +46,13 @@ class TextToContinue(NamedTuple):
     def rounds(
         self, decode: Callable[..., Iterator[Round]], drafter: Drafter, new_tokens: int, ends: Collection[int]
     ) -> Iterator[Round]:
-        """Its rounds, up to `new_tokens` tokens or one of `ends`. decode: `speculative` of a target, or `replay` of the
-        answer."""
+        """The rounds in which `drafter` continues the text, up to `new_tokens` tokens or one of `ends`. A round is one
+        draft and the pass of the target that tests it. decode: `speculative` of a target, or `replay` of the answer."""
         sequences = [self.prompt]
         if self.answer is not None:
             sequences.append(self.answer)
-            if self.answer[-1] not in ends:  # so that a draft does not show where the answer ends
+            # A budget bounds the last draft. One of the answer's length would show the drafter where the answer ends.
+            if self.answer[-1] not in ends:  # the record was cut there, so nothing later is known
                 new_tokens = min(new_tokens, len(self.answer))
         return decode(drafter, *sequences, max_new_tokens=new_tokens, eos=ends)
 
@@ -85,6 +87,7 @@ class Recorder(StopRule):
         self.examples: list[Batch] = []
 
     def stop(self, step: Step) -> bool:
+        """Record the inputs for the token that was drafted last; true once the draft is long enough."""
         example = {"target_hidden": step.source.target_hidden, "draft_hidden": step.hidden}
         example |= {"position": torch.tensor([step.drafted]), "confidence": step.log_probability.exp()}
         self._round.append(example)
@@ -92,6 +95,7 @@ class Recorder(StopRule):
         return step.drafted >= self.max_draft
 
     def observe(self, drafted: int, accepted: int) -> None:
+        """Add the examples of a round, of which the target accepted the first `accepted` of `drafted` tokens."""
         tokens = torch.cat(self._tokens).tolist() if self._tokens else []
         record_count = drafted if self.keep_untested else min(accepted + 1, drafted)
         end_index = next((index for index, token in enumerate(tokens[:accepted]) if token in self.ends), record_count)
@@ -107,12 +111,11 @@ def capture(drafting: Drafting, text: TextToContinue, keep_untested: bool = Fals
     Returns target_hidden [n, d_T], draft_hidden [n, d_D] in the model's dtype, and position (from 1), confidence (q of
     the token) and label (1: it was the target's), each [n]; nothing where nothing was drafted.
     """
-    draft_model = drafting.draft_model()
-    end_ids = drafting.ends
-    if draft_model.predicted is not None:  # then the drafted tokens are indices
+    draft_model, end_ids = drafting.draft_model(), drafting.ends
+    if draft_model.predicted is not None:  # the draft vocabulary; the drafted tokens are indices into it
         end_ids = [index for index, token in enumerate(draft_model.predicted.tolist()) if token in end_ids]
     recorder = Recorder(drafting.max_draft, keep_untested, end_ids)
-    drafter = ModelDrafter(draft_model, Chain(recorder))
+    drafter = ModelDrafter(draft_model, Chain(recorder))  # drafts chains of `max_draft` tokens
     for _ in text.rounds(drafting.decode, drafter, drafting.new_tokens, drafting.ends):
         pass
     return join_batches([{name: value.cpu() for name, value in example.items()} for example in recorder.examples])
@@ -126,14 +129,14 @@ def capture_texts(
     When the time of `limit` is over, the remaining texts are left out. The captured ones are spread over all texts.
     Every process captures enough tokens for a row of `fit`, if its texts have them.
     """
-    batch_by_text, token_count = dict[int, Batch](), 0
+    batch_by_text, captured_count = dict[int, Batch](), 0
     limit = replace(limit, started=limit.clock())
     text_indices = spread_order(len(texts))[state.process_index :: state.num_processes]
-    for index in track_progress(text_indices, "continuing texts", "texts", most=limit.left(0.0)):
-        if token_count >= ROW_TOKENS and limit.is_over(limit.spent()):
+    for index in track_progress(text_indices, "continuing texts", "texts", max_seconds=limit.left(0.0)):
+        if captured_count >= ROW_TOKENS and limit.is_over(limit.spent()):
             break
         batch_by_text[index] = capture(drafting, texts[index], untested)
-        token_count += len(batch_by_text[index].get("label", ()))
+        captured_count += len(batch_by_text[index].get("label", ()))
     batches = {index: batch for gathered in gather_object([batch_by_text]) for index, batch in gathered.items()}
     return join_batches([batches[index] for index in sorted(batches)])
 
@@ -152,7 +155,7 @@ def capture_splits(
     limit: TimeLimit,
     state: PartialState,
 ) -> dict[Split, Batch]:
-    """The examples of each split; held-out ones are whole rounds.
+    """The examples of each split; held-out ones are whole rounds, with the untested tokens too.
 
     The splits share the time of `limit` in proportion to their texts. The examples are kept in a file of `out_dir`, so
     a run that is stopped later continues with them. settings: JSON-able, everything that determines the capture of a
@@ -165,10 +168,11 @@ def capture_splits(
         if run_dir.checkpoints(out_dir):
             raise UserError(f"out_dir={out_dir}: a run there has learned from other examples than these settings give, "
                             f"or {file} was removed; give another out_dir")  # fmt: skip
-        tensors, drafting, minutes = dict[str, Tensor](), load_drafting(), limit.minutes
+        tensors, drafting, minutes = dict[str, Tensor](), load_drafting(), limit.minutes  # minutes left; None: no limit
         for index, (split, split_texts) in enumerate(texts.items()):
-            count = sum(map(len, [*texts.values()][index:]))
-            split_limit = replace(limit, minutes=minutes and minutes * len(split_texts) / count, started=limit.clock())
+            texts_left = sum(map(len, [*texts.values()][index:]))
+            split_minutes = minutes and minutes * len(split_texts) / texts_left
+            split_limit = replace(limit, minutes=split_minutes, started=limit.clock())
             captured = capture_texts(drafting, split_texts, split_limit, state, untested=split == "heldout")
             if not captured:
                 raise UserError(f"data: the {split} split has no text in which a token is drafted; give others")
@@ -182,8 +186,7 @@ def capture_splits(
 
 def select_tested(captured: Batch) -> Batch:
     """The tested tokens of whole rounds: the first of each round, and every token after an accepted one."""
-    position, label = captured["position"], captured["label"]
-    is_tested = (position == 1) | (label.roll(1) == 1)
+    is_tested = (captured["position"] == 1) | (captured["label"].roll(1) == 1)
     return {name: value[is_tested] for name, value in captured.items()}
 
 

@@ -49,7 +49,7 @@ def pick_tokens(
     if draft_size is None:
         return None
     vocab_size = target.config.vocab_size
-    stride = -(-len(rows) // COUNTED_ROWS)
+    stride = -(-len(rows) // COUNTED_ROWS)  # rounded up
     counts = count_tokens((rows[index] for index in range(0, len(rows), stride)), vocab_size)  # [vocab_size]
     required_ids = [*required_ids, *(token for token in sorted(end_tokens(target)) if token < vocab_size)][:draft_size]
     tokens = choose_tokens(counts, draft_size, required_ids)  # [draft_size]
@@ -99,7 +99,7 @@ def write_records(
     record_parts: tuple[str, Mapping[str, object]] | None = None,
     shape: str = "",
 ) -> None:
-    """Write the card of a finished drafter, then the record of its training, and print that the drafter is saved.
+    """Write the card of a finished drafter, a README.md, then the record of its training; print that both are saved.
 
     usage: how the drafter is used, the text of the card. card_facts: rows of the card about this kind of drafter.
     metrics: names of metrics in `result`, which the card and the printed line show. record_parts: the name of a file in
@@ -120,7 +120,7 @@ def write_records(
 def _training_facts(config: DrafterTraining, result: FitResult, metric_names: Collection[str]) -> dict[str, object]:
     """The rows of a card about the training: data, steps, metrics, and the arguments of the chat template."""
     facts: dict[str, object] = {"data": config.data.source, "steps": result.steps}
-    if "tau" in metric_names:
+    if "tau" in metric_names:  # the step with the highest tau is chosen (see `BestWeights`)
         facts["chosen step"] = result.step
     facts |= {name: round(result.metrics[name], 3) for name in metric_names}
     arguments = [part.chat_template_kwargs for _, _, part in config.data.parts()] or [config.data.chat_template_kwargs]
@@ -135,9 +135,9 @@ def export_model(
 ) -> None:
     """Write `lm` and `tokenizer` to `out_dir` as a Hugging Face directory.
 
-    The files are written to a folder beside their place, then moved. config.json is moved last, so an incomplete
-    directory does not load. convert: from that folder to a folder in it, whose files are moved instead. Raises
-    `UserError`.
+    The files are written to a folder in `out_dir`, then moved. config.json is moved last, so an incomplete directory
+    does not load. convert: from that folder to a folder in it, whose files are moved instead. Raises `UserError` if
+    `out_dir` cannot be written.
     """
     staging_dir = out_dir / run_dir.STAGING
     shutil.rmtree(staging_dir, ignore_errors=True)

@@ -2,6 +2,9 @@
 
 A draft of `steps` tokens begins after every position. Token j is predicted in step t by the draft after position
 j − 2 − t, of which the target's hidden states are known, and whose first token, at position j − 1 − t, is the text's.
+
+A head reads the target's aux hidden states: those at its taps, k boundaries of target layers. Logits are kept as a
+product of states and a matrix, and a rule from the product to the logits, such as a scale.
 """
 
 from abc import ABC, abstractmethod
@@ -32,10 +35,10 @@ class HeadStudent(Student, ABC):
     `step_decay` times that of the previous step, and all weights sum to 1. Step t is drawn to be learnt at a share
     `step_shares[t]` of the positions, with 1 / share times the weight. So the expected loss and gradient are those of
     all positions. With position_weights=none each step has the weight 1 / `steps`; cat and dpace multiply that by
-    weights of slots.
+    weights of slots, the steps of one draft: by the target's (cat) or the drafter's probabilities of the slots' labels.
     """
 
-    step_weights: Tensor  # [steps]
+    step_weights: Tensor  # [steps], with 1 / share
 
     def __init__(
         self, stack: LayerStack, head: DraftHead, config: HeadConfig, steps: int, step_shares: Sequence[float]
@@ -62,7 +65,7 @@ class HeadStudent(Student, ABC):
 
     @abstractmethod
     def draw(self, loss_mask: Tensor, input_ids: Tensor) -> Tensor:
-        """Those of the predictions `loss_mask`, bool [B, T, steps], that this step of the optimizer learns."""
+        """Those of the predictions `loss_mask`, bool [B, T, steps], that this optimizer step draws to learn."""
 
     @abstractmethod
     def unroll(
@@ -92,6 +95,7 @@ class HeadStudent(Student, ABC):
         if states is None:
             states = self.target_states(input_ids, positions, documents)  # [B, T, k + 1, H_t]
         aux_states, final_states = states.to(self.stack.dtype).split([states.shape[2] - 1, 1], 2)
+        # Cross-entropy has no loss for labels outside the draft vocabulary; a divergence has.
         draft_tokens = self.head.draft_tokens if self.objective == "cross_entropy" else None
         draft_labels = draft_indices(labels, draft_tokens, self.head.vocabulary)
         loss_mask = self.draw(loss_mask_per_step(draft_labels, documents, self.steps), input_ids)  # [B, T, steps]
@@ -101,15 +105,16 @@ class HeadStudent(Student, ABC):
         return {"loss_sum": self.loss(logit_factors, predictions, final_states[:, :, 0], labels, loss_weights)}
 
     def weigh(self, logit_factors: Factors, predictions: Predictions, target_states: Tensor, labels: Tensor) -> Tensor:
-        """The weights [n] of the predictions. target_states, labels: see `loss`."""
+        """The weights [n] of the predictions: by step, with cat and dpace also by slot. Arguments: see `loss`."""
         step_numbers, loss_weights = predictions.steps, self.step_weights[predictions.steps]  # [n] each
         if self.position_weights == "decay" or self.position_weights == "none":
             return loss_weights
+        # The anchor of a draft is the position of its first label.
         slots = Slots(self.position_weights, predictions.labels - step_numbers, step_numbers, self.steps, labels.shape)
         if slots.kind == "cat":
             target_factors = head_product(self.stack.head, target_states)
             return loss_weights * cat_weights(slots, probabilities_of(labels, target_factors, self.stack.spec.logits))
-        label_probs = probabilities_of(self.classes(predictions, labels), logit_factors, self.rule)  # [n]
+        label_probs = probabilities_of(self.classes(predictions, labels), logit_factors, self.rule)  # [n], all labelled
         return loss_weights * dpace_weights(slots, label_probs, torch.ones_like(step_numbers, dtype=torch.bool))
 
     def classes(self, predictions: Predictions, labels: Tensor) -> Tensor:
@@ -126,10 +131,11 @@ class HeadStudent(Student, ABC):
         if self.objective == "cross_entropy":
             classes = self.classes(predictions, labels)
             return linear_cross_entropy(*product, classes, rule=self.rule, shares=loss_weights)
+        # Predictions of a label, neighbours in their order, share the target's distribution: `owners` says which.
         label_indices, inverse = predictions.labels.unique_consecutive(return_inverse=True)
         all_factors = (*product, *head_product(self.stack.head, target.flatten(0, 1)[label_indices]))
         return linear_divergence(
-            *all_factors, None, self.objective, rule=self.rule, target_rule=self.stack.spec.logits,
+            *all_factors, labels=None, kind=self.objective, rule=self.rule, target_rule=self.stack.spec.logits,
             tokens=self.head.draft_tokens, owners=inverse, shares=loss_weights,
         )  # fmt: skip
 
@@ -156,13 +162,11 @@ def score_steps(student: HeadStudent, batches: Sequence[Batch], step_count: int)
     loss_<i>, agree_<i>: for the i-th token of a draft, the loss and the share of positions where the head's most likely
     token is the target's. tau_analytic: the expected τ of sampling (see `expected_tau`).
     """
-    batch_scores = [
-        score_batch(student, batch, step_count) for batch in track_progress(batches, "judging held-out text", "batches")
-    ]
-    metrics = Metrics()
+    tracked_batches, metrics = track_progress(batches, "judging held-out text", "batches"), Metrics()
+    batch_scores = [score_batch(student, batch, step_count) for batch in tracked_batches]
     sums_by_step = torch.stack([batch_sums for batch_sums, _ in batch_scores]).sum(0).tolist()
     for i, (count, loss_count, loss_sum, agreed) in enumerate(sums_by_step, 1):
-        if count:
+        if count:  # no draft reaches a step beyond the texts
             metrics |= {f"agree_{i}": agreed / count} | ({f"loss_{i}": loss_sum / loss_count} if loss_count else {})
     taus = torch.cat([tau_of_rounds(acceptance_of_drafts(accept_probs)) for _, accept_probs in batch_scores])
     return metrics | ({"tau_analytic": taus.double().mean().item()} if len(taus) else {})
@@ -184,7 +188,7 @@ def score_batch(student: HeadStudent, batch: Batch, step_count: int) -> tuple[Te
     label_indices, inverse = predictions.labels.unique_consecutive(return_inverse=True)
     target_rows, logits_of = target_states[:, :, -1].flatten(0, 1)[label_indices], stack.logits_after_norm
     states, matrix = student.product(predictions, input_ids)
-    matrix = matrix.to(states.dtype)  # the target's, perhaps
+    matrix = matrix.to(states.dtype)  # of another dtype if it is the target's
     choices, accept_probs = argmax_and_acceptance(
         lambda x: head.spread(student.rule(x @ matrix.T)), states, acceptance_by_target(logits_of, target_rows[inverse])
     )
@@ -196,7 +200,7 @@ def score_batch(student: HeadStudent, batch: Batch, step_count: int) -> tuple[Te
         in_step = predictions.steps == step
         step_predictions = Predictions(*(values[in_step] for values in predictions))
         loss = student.loss((states[in_step], matrix), step_predictions, target_states[:, :, -1], labels, None)
-        has_loss = in_step[in_step]
+        has_loss = in_step[in_step]  # all of them
         if student.objective == "cross_entropy":  # the other labels are outside the draft vocabulary
             has_loss = student.classes(step_predictions, labels) != IGNORE
         step_sums.append(torch.stack([in_step.sum(), has_loss.sum(), loss.double(), (agrees & in_step).sum()]))

@@ -1,4 +1,8 @@
-"""The training of a head on hidden states of its target, whatever head it is: the rows, the fit, what is saved."""
+"""The training of a head on hidden states of its target, an EAGLE-3 head or a block drafter: rows, fit, files.
+
+A reading has a head's sizes and says how the tensors in its files are used. Its taps are the boundaries of target
+layers whose hidden states the head reads. `HeadKind` has the parts of a training that depend on the kind of head.
+"""
 
 import copy
 import shutil
@@ -40,10 +44,10 @@ Stored = StoredDrafter[DraftHead]
 class HeadKind(NamedTuple):
     """What is particular to one kind of head.
 
-    command: that trains it. facts: of this training, for its printed lines and the card. module: the head. new: a new
-    one, given its reading, the target, its tokens and a seed. student: of a target and a head. steps: of a draft, which
-    are judged. drafts: the draft model of a head. record: the name of the file of its training. save: writes a head and
-    returns the text of its card.
+    command: trains heads of this kind. facts: of this training, for its printed lines and the card. module: the class.
+    new: a new head, given its reading, the target, its draft vocabulary and a seed. student: of a target and a head.
+    steps: the tokens of a draft that are judged. drafts: makes the draft model, which decodes, of a head. record: the
+    name of the file of its training. save: writes a head and returns the text of its card.
     """
 
     command: str
@@ -67,8 +71,8 @@ def warn_of_other_trainer(config: HeadConfig, stored_drafter: Stored, kind: str)
 def train_head(
     config: HeadConfig, target: OpenTarget, stored: Stored | None, reading: HeadSizes, kind: HeadKind
 ) -> None:
-    """Train the head of `reading`, new or `stored`. The drafter in `config.out_dir` has the weights with the highest τ
-    of all evaluations, not the last ones."""
+    """Train the head of `reading`, a new one or the `stored` one. The drafter in `config.out_dir` has the weights with
+    the highest τ of all evaluations, not the last ones."""
     make_plan = partial(plan_memory, config, reading, target.config, kind)
     if config.plan:
         print(make_plan(), flush=True)
@@ -81,7 +85,7 @@ def train_head(
         input_identity = {"target": asdict(fingerprint), "data_key": rows.key, "taps": list(reading.taps)}
 
         build = partial(build_student, config, target, stored, reading, kind, draft_tokens, run.device)
-        row_shape = (config.seq_len, len(reading.taps) + 1, reading.target_hidden)
+        row_shape = (config.seq_len, len(reading.taps) + 1, reading.target_hidden)  # k taps, and the target's output
         student, rows_to_fit = add_states(config, rows, row_shape, input_identity, build, run)
         trained, frozen = student.count_parameters()
         facts_text = " ".join(f"{name}={value}" for name, value in kind.facts.items())
@@ -100,12 +104,13 @@ def train_head(
         if result is None:
             return
         usage = kind.save(student.head)
-        if config.features in (None, "auto"):  # begun with auto, perhaps
+        if config.features in (None, "auto"):  # a run that began with auto may be resumed without
             shutil.rmtree(Path(config.out_dir) / FEATURES, ignore_errors=True)
-        facts_by_name = {name.replace("_", " "): value for name, value in kind.facts.items()}
-        fields = {"taps": list(reading.taps), "objective": config.objective, **facts_by_name}
-        fields["tokens"] = f"{reading.draft_vocabulary} of the target's {reading.vocabulary}"
-        write_records(config, usage, fields | {"seq_len": config.seq_len}, result, ("tau",), (kind.record, identity))
+        card_facts: dict[str, object] = {"taps": list(reading.taps), "objective": config.objective}
+        card_facts |= {name.replace("_", " "): value for name, value in kind.facts.items()}
+        card_facts["tokens"] = f"{reading.draft_vocabulary} of the target's {reading.vocabulary}"
+        card_facts["seq_len"] = config.seq_len
+        write_records(config, usage, card_facts, result, metrics=("tau",), record_parts=(kind.record, identity))
 
 
 def build_student(
@@ -119,8 +124,8 @@ def build_student(
 ) -> HeadStudent:
     """The head on the whole target, both on `device`. draft_ids: the draft vocabulary of a new head."""
     dtype = frozen_dtype(config.frozen_dtype, device)
-    stack = target.stack(dtype=dtype, device=device, coded=device.type == "cpu")
-    multiply_by_codes(stack)  # several times as fast as decoding them, and what the head sees when it is served
+    stack = target.stack(dtype=dtype, device=device, coded=device.type == "cpu")  # coded: weights stay quantised
+    multiply_by_codes(stack)  # several times as fast as dequantising, and what the head sees when it is served
     if stored_drafter is not None:
         return kind.student(stack, stored_drafter.load(torch.float32, device))
     seed = Streams(config.fit.seed).number("weights", bits=63)
@@ -144,7 +149,7 @@ def make_evaluation(
 
 def plan_memory(config: HeadConfig, reading: HeadSizes, target_config: PreTrainedConfig, kind: HeadKind) -> Plan:
     """The memory of training a head with this reading and the whole target of this config."""
-    stack = layer_stack(empty_target(config, target_config)[0])
+    stack = layer_stack(empty_target(config, target_config)[0])  # [0]: the model
     student = kind.student(stack, kind.module(reading, all_tokens=reading.draft_vocabulary == reading.vocabulary))
     parameter_counts = dict(zip(("trained_parameters", "frozen_parameters"), student.count_parameters(), strict=True))
     plan_facts = {"taps": ",".join(map(str, reading.taps)), **kind.facts, **parameter_counts}

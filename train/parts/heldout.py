@@ -1,7 +1,8 @@
 """Evaluation of a drafter during training, on held-out text: the metrics by which a training is judged.
 
 `Decoding` decodes prompts with the target and the drafter, and measures τ: tokens for each pass of the target.
-`HeldOutText` runs both over text once, and computes τ for drafts of `WATCHED_DRAFT` tokens from each position.
+`HeldOutText` runs both over text once, and computes τ for drafts of `WATCHED_DRAFT` tokens from each position. A row
+holds several documents. A position with a label (the next token, not IGNORE) is supervised.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -51,8 +52,8 @@ class Decoding:
 
     @classmethod
     def of(cls, target: OpenTarget, rows: TrainRows, prompts: int, new_tokens: int, *drafter: PreTrainedConfig) -> Self:
-        """Prompts from the beginnings of some of the rows, evenly spread, short enough that the new tokens fit the
-        contexts of the target, and of a `drafter` with its own."""
+        """`prompts` prompts, the beginnings of rows spread evenly. With the new tokens they fit the context of the
+        target, and of a `drafter` that has a context of its own."""
         max_prompt_len = min(map(context_limit, (target.config, *drafter))) - new_tokens
         if len(rows) < prompts:
             say(f"decode_prompts={prompts}: {len(rows)} held-out rows are decoded, there are no more")
@@ -107,9 +108,8 @@ class HeldOutText:
                 hidden, supervised = supervised_hidden(target, batch), batch["labels"].to(target.device) != IGNORE
                 likeliest, _ = acceptance.argmax_and_acceptance(target.logits_after_norm, hidden, None)  # [n]
                 self.choices.append(acceptance.scatter_positions(likeliest, supervised, IGNORE))
-                acceptance_of = (
-                    acceptance.acceptance_by_target(target.logits_after_norm, hidden.cpu()) if acceptances else None
-                )
+                if acceptances:
+                    acceptance_of = acceptance.acceptance_by_target(target.logits_after_norm, hidden.cpu())
             self.acceptances.append(acceptance_of)
 
     @torch.no_grad()
@@ -130,14 +130,14 @@ class HeldOutText:
         there, or None. logits_of, target_logits_of: from such states to logits.
         """
         guesses, accept_probs = list[Tensor](), list[Tensor]()  # [B, T] of each batch
-        pairs = list(zip(self.batches, self.acceptances, strict=True))
+        pairs = [*zip(self.batches, self.acceptances, strict=True)]
         for batch, acceptance_of in track_progress(pairs, "judging held-out text", "batches"):
             states, target_states = states_of(batch)
             keep = batch["labels"].to(states.device) != IGNORE
             if acceptance_of is None and target_states is not None:
                 assert target_logits_of is not None
                 acceptance_of = acceptance.acceptance_by_target(target_logits_of, target_states)
-            elif acceptance_of is None and "tail" in batch:
+            elif acceptance_of is None and "tail" in batch:  # the target's cached top k
                 acceptance_of = acceptance.acceptance_by_top_k(*(batch[name].to(states.device)[keep] for name in TOP_K))
             choices, batch_probs = acceptance.argmax_and_acceptance(logits_of, states, acceptance_of)
             guesses.append(acceptance.scatter_positions(choices, keep, IGNORE))
@@ -155,7 +155,7 @@ class HeldOutText:
 def load_to_decode(target: OpenTarget, dtype: torch.dtype, device: torch.device) -> LayerStack:
     """The whole target, ready to read text and to decode; on a CPU with its weights as they are stored."""
     stack = target.stack(dtype=dtype, device=device, coded=device.type == "cpu")
-    prepare_models(stack, {})
+    prepare_models(stack, {})  # no drafters
     return stack
 
 
@@ -166,10 +166,8 @@ def batches_of(rows: TrainRows, size: int) -> list[Batch]:
 
 
 def heldout_prompt(row: Batch, plain_prompt_len: int = 128) -> list[int]:
-    """The start of a held-out row as a prompt: up to its first answer, or `plain_prompt_len` tokens of plain text.
-
-    All tokens of a plain text but its first are supervised.
-    """
+    """The start of a held-out row as a prompt: up to its first answer, or `plain_prompt_len` tokens of plain text."""
+    # All tokens of a plain text but its first are supervised, so its answer would start at 1.
     answer_start = int((row["labels"] != IGNORE).nonzero()[0]) + 1
     document_length = int((row["documents"] == row["documents"][0]).sum())
     prompt_end = answer_start if answer_start > 1 else max(1, min(plain_prompt_len, document_length // 2))

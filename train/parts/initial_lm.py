@@ -1,4 +1,8 @@
-"""The small LM that a training of drafters starts from: a finished one, or one of a given shape with random weights."""
+"""The small LM that a training of drafters starts from: a finished one, or one of a given shape with random weights.
+
+A draft vocabulary is the part of the target's tokens that a drafter predicts. `Parallel`: several tokens are drafted in
+a pass, all but the first from a mask token. role: the option that names a model, for errors.
+"""
 
 import copy
 from typing import cast
@@ -42,8 +46,7 @@ def drafter_config(
         max_positions = _UNKNOWN_CONTEXT if context_limit(target_config) == UNLIMITED else context_limit(target_config)
         return llama_config(drafter, target_config.vocab_size, max_positions, tokenizer)
     config = load_config(drafter.path, drafter.revision, role="drafter.path")
-    drafters_tokenizer = load_tokenizer(drafter.path, drafter.revision, role="drafter.path")
-    require_same_vocabulary(drafters_tokenizer, tokenizer)
+    require_same_vocabulary(load_tokenizer(drafter.path, drafter.revision, role="drafter.path"), tokenizer)
     return config
 
 
@@ -74,10 +77,10 @@ def start_lm(
     target_vocab_size: int | None = None,
     parallel: Parallel = ONE_A_PASS,
 ) -> PreTrainedModel:
-    """The drafter before training, float32: a fixed function of config, files and draft `draft_vocabulary` (None: all).
+    """The drafter before training, float32: a fixed function of config, files and `draft_vocabulary` (None: all).
 
-    target_vocab_size: those of the target's embedding, to pad it to (see `fit_rows`); None: leave its size.
-    Exactly the parameters to train require a gradient.
+    target_vocab_size: the rows of the target's embedding, to which the drafter's is padded (see `fit_rows`); None: its
+    size stays. Exactly the parameters to train require a gradient.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(Streams(config.fit.seed).number("weights", bits=64))
@@ -87,18 +90,18 @@ def start_lm(
             lm = load_finished_lm(config.drafter, lm_config, tokenizer, draft_vocabulary, target_vocab_size)
             if projection_config(lm_config) is not None:
                 warn_once(f"drafter.path={config.drafter.path}: PARD-2 is trained without the target's hidden states")
-            if parallel.tokens > 1 and pass_tokens_of(lm_config)[0] is None:
+            if parallel.tokens > 1 and pass_tokens_of(lm_config)[0] is None:  # it was trained without a mask
                 start_mask(lm, parallel.mask)
-        for name in (MASK_TOKEN, PASS_TOKENS, *CONFIG_KEYS):  # of a finished one, perhaps
+        for name in (MASK_TOKEN, PASS_TOKENS, *CONFIG_KEYS):  # keys that a finished drafter may have from its training
             lm.config.__dict__.pop(name, None)
         pass_config = {MASK_TOKEN: parallel.mask, PASS_TOKENS: parallel.tokens}
         lm.config.update(pass_config if parallel.tokens > 1 else {})
         if config.lora_rank:
             alpha = 2 * config.lora_rank if config.lora_alpha is None else config.lora_alpha
-            # Only its type says integer: peft divides it by r.
+            # Only the type of lora_alpha says integer: peft divides it by r.
             lora = LoraConfig(r=config.lora_rank, lora_alpha=cast(int, alpha), target_modules="all-linear")
             lm = cast(PreTrainedModel, get_peft_model(lm, lora))
-    return nn.Module.to(lm, device)
+    return nn.Module.to(lm, device)  # PreTrainedModel's has no type
 
 
 @torch.no_grad()
@@ -140,7 +143,7 @@ def load_finished_lm(
     assert drafter.path is not None
     files = open_tensors(drafter.path, drafter.revision)
     lm = load_proven(files, lm_config, range(lm_config.num_hidden_layers), dtype=torch.float32, role="drafter.path")
-    if draft_vocabulary is not None and is_narrowed(lm_config):
+    if draft_vocabulary is not None and is_narrowed(lm_config):  # the files have only its rows already
         narrow_config(lm.config, draft_vocabulary)
         lm.draft_vocabulary = draft_vocabulary
     else:

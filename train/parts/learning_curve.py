@@ -18,14 +18,14 @@ import numpy as np
 from outrider.base.streams import Streams
 
 GAIN_RATIOS = np.linspace(0.4, 1.3, 61)  # ρ; above 1 for few answers (benchmarks/results/forecasts.md)
-DRAWS = 4000
-COVERED = 0.9  # of an interval
+DRAWS = 4000  # curves drawn from the fits, from which a forecast's quantiles are taken
+COVERED = 0.9  # probability of a forecast's interval
 SEED_STD = 0.03  # standard deviation of τ between trainings that differ only by chance (their seeds)
 
 
 @dataclass(frozen=True)
 class TrainedSize:
-    """A finished training. size: its data and minutes, as a multiple of any unit. passes: of the target, behind τ."""
+    """A finished training. size: its data and minutes, in any unit. passes: of the target, by which τ was measured."""
 
     size: float
     tau: float
@@ -33,7 +33,7 @@ class TrainedSize:
 
     @property
     def error(self) -> float:
-        """The standard error of τ. The tokens of a pass are about geometric, so their variance is τ · (τ − 1)."""
+        """The standard error of τ. The tokens of a pass are about geometric: of variance τ · (τ − 1), here ≥ 0.05."""
         return float(np.sqrt(max(self.tau * (self.tau - 1), 0.05) / self.passes + SEED_STD**2))
 
 
@@ -54,14 +54,15 @@ def forecast_tau(trained: Sequence[TrainedSize], forecast_sizes: Sequence[float]
     """
     if len({point.size for point in trained}) < 2:
         raise ValueError("a learning curve needs two trainings of different sizes")
-    smallest_size = min(point.size for point in trained)
+    smallest_size = min(point.size for point in trained)  # s_0
     doublings = np.log2([point.size / smallest_size for point in trained])  # [n]
     tau_errors = np.array([point.error for point in trained])  # [n]
     scaled_gains = (np.array([point.tau for point in trained]) - 1) / tau_errors  # [n]
     size_doublings = np.log2(np.array(forecast_sizes) / smallest_size)  # [m]
     generator = Streams(0).arrays("learning curve")
     fits = [_fit(_columns(doublings, gain_ratio) / tau_errors[:, None], scaled_gains) for gain_ratio in GAIN_RATIOS]
-    fit_weights = np.exp(-(np.array([fit.misfit for fit in fits]) - min(fit.misfit for fit in fits)) / 2)
+    misfits = np.array([fit.misfit for fit in fits])
+    fit_weights = np.exp(-(misfits - misfits.min()) / 2)  # likelihoods of ρ, up to a factor
     draw_counts = generator.multinomial(DRAWS, fit_weights / fit_weights.sum())
     curves = []
     for gain_ratio, fit, draw_count in zip(GAIN_RATIOS, fits, draw_counts, strict=True):
@@ -89,7 +90,7 @@ def _columns(doublings: np.ndarray, gain_ratio: float) -> np.ndarray:
 
 
 def _fit(columns: np.ndarray, gains: np.ndarray) -> _Fit:
-    """columns [n, 2] and gains [n] are in standard errors."""
+    """The fit of gains [n] by columns [n, 2]; both are divided by the standard errors of τ."""
     covariance = np.linalg.inv(columns.T @ columns)
     mean = covariance @ columns.T @ gains
     return _Fit(mean, covariance, float(np.sum((gains - columns @ mean) ** 2)))

@@ -21,30 +21,24 @@ PROGRAM_BYTES = 600_000_000  # of Python, torch and transformers, in the memory 
 def fit_memory(
     config: DrafterTraining, student: nn.Module, read: int, vocab_size: int, through: nn.Module | None = None
 ) -> list[Memory]:
-    """The memory of training `student` (it may be on meta): its state, and what a step keeps for backward.
+    """The memory in bytes of training `student` (it may be on meta): its state, and what a step keeps for backward.
 
     read: numbers per token in the hidden states that the frozen layers hand over. through: frozen layers that gradients
     run through. A student with `steps` runs its layers that many times.
     """
     fit, device, matrix_ids = config.fit, planned_device(), {id(matrix) for matrix in layer_matrices(student)}
-    rows = fit.micro_batch_rows or fit.batch_rows
-    tokens = round(
-        config.seq_len * Parallel(getattr(config, "parallel", 0) or 1).expected_predictions
-    )  # positions of a row
+    rows, parallel = fit.micro_batch_rows or fit.batch_rows, Parallel(tokens=getattr(config, "parallel", 0) or 1)
+    tokens = round(config.seq_len * parallel.expected_predictions)  # positions of a row, with masks after its text
     frozen_bytes = sum(p.nbytes for p in student.parameters() if not p.requires_grad)
     trained = trained_parameters(student).values()
     outer_sizes = [p.numel() for p in trained if p.ndim == 2 and id(p) not in matrix_ids]  # of embeddings and heads
     step_bytes = rows * tokens * FLOAT32_BYTES * _activation_numbers(student, read, fit.gradient_checkpointing, through)
-    memories = [
+    memories = [  # what it is, its bytes, and the option that makes it smaller
         Memory("frozen weights", frozen_bytes, "frozen_dtype=bfloat16"),
-        Memory(
-            "trained: masters, gradients, moments", _state_bytes(student, fit),
-            "train_head=false, draft_vocabulary or fit.optimizer=muon",
-        ),
-        Memory(
-            f"activations of {rows} rows × {tokens} tokens", step_bytes,
-            "fit.micro_batch_rows=1, seq_len or fit.gradient_checkpointing=true",
-        ),
+        Memory("trained: masters, gradients, moments", _state_bytes(student, fit),
+               "train_head=false, draft_vocabulary or fit.optimizer=muon"),
+        Memory(f"activations of {rows} rows × {tokens} tokens", step_bytes,
+               "fit.micro_batch_rows=1, seq_len or fit.gradient_checkpointing=true"),
         Memory("logits and the loss, some rows at a time", loss_bytes(vocab_size, vocab_size, device)),
         Memory("a matrix's gradient in the loss", FLOAT32_BYTES * max(outer_sizes, default=0)),
     ]  # fmt: skip
@@ -64,7 +58,8 @@ def _activation_numbers(student: nn.Module, read: int, recomputes: bool, through
     attention, the MLP's own product. Matrices of frozen layers that gradients run through count alike.
     """
     if through is not None:
-        read += 3 * sum(sum(matrix.shape) for matrix in through.parameters() if matrix.ndim == 2) // 4  # doubled below
+        # 3/4 is half of the 3/2 that the student's own matrices count below: `read` is doubled there.
+        read += 3 * sum(sum(matrix.shape) for matrix in through.parameters() if matrix.ndim == 2) // 4
     matrices = layer_matrices(student)
     inner_count = 0 if recomputes else 3 * sum(sum(matrix.shape) for matrix in matrices) // 2
     out_count = 5 * max((min(matrix.shape) for matrix in matrices), default=0)  # outputs, predictions, keys, values
@@ -83,8 +78,9 @@ def empty_target(
 ) -> tuple[PreTrainedModel, int]:
     """The frozen layers (None: all) of a target without weights, and the number of values that are stored for them."""
     model = empty_model(target_config) if layer_ids is None else empty_layers(target_config, layer_ids)
-    model = nn.Module.to(model, frozen_dtype(config.frozen_dtype, planned_device()))
+    model = nn.Module.to(model, frozen_dtype(config.frozen_dtype, planned_device()))  # PreTrainedModel's has no type
     if target_config.tie_word_embeddings:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
-    numel_by_id = {id(tensor): tensor.numel() for tensor in model.state_dict(keep_vars=True).values()}  # tied ones once
+    # By identity, so that tied weights count once.
+    numel_by_id = {id(tensor): tensor.numel() for tensor in model.state_dict(keep_vars=True).values()}
     return model, sum(numel_by_id.values())

@@ -31,18 +31,19 @@ class OnPolicy:
     def continue_rows(
         self, lm: PreTrainedModel, step: int, input_ids: Tensor, labels: Tensor, positions: Tensor, vocab_size: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Rows that `lm` samples from its first `vocab_size` tokens, one for each row [B, T]: its ids, labels on the
-        sampled tokens, positions and documents, [B, longest] each."""
+        """Rows in which `lm` continues a prefix of each row [B, T] by samples from its first `vocab_size` tokens: ids,
+        labels on the sampled tokens, positions and documents, [B, longest] each."""
         generators = [row_generator(self.seed, step, row) for row in input_ids]
         rows = zip(input_ids, labels, positions, generators, strict=True)
         prefixes = [choose_prefix(*row[:3], self.tokens, row[3]) for row in rows]
-        uniforms = torch.stack([torch.from_numpy(g.random(self.tokens)) for g in generators])
+        uniforms = torch.stack([torch.from_numpy(g.random(self.tokens)) for g in generators])  # [B, tokens]
         was_training = lm.training
         lm.eval()
         ids, sampled_ids = continue_prefixes(lm, prefixes, uniforms.to(input_ids.device), vocab_size)
         lm.train(was_training)
         prefix_lengths = [len(prefix) for prefix in prefixes]
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        # A row is one document, 0, and padding, −1.
         documents = (positions < torch.tensor(prefix_lengths, device=ids.device)[:, None] + self.tokens).long() - 1
         return ids, label_samples(ids, prefix_lengths, sampled_ids, self.ends), positions, documents
 
@@ -52,7 +53,7 @@ def choose_prefix(
 ) -> Tensor:
     """The prefix of a row's continuation: its document up to a supervised position drawn with `generator`.
 
-    All [T]. The prefix is cut from the left to T − new_tokens tokens, so that the new tokens fit within T.
+    All [T]. The prefix is cut from the left to T − new_count tokens, so that the new tokens fit within T.
     """
     supervised_indices = (labels != IGNORE).nonzero()[:, 0]
     if not len(supervised_indices):
@@ -110,7 +111,7 @@ def row_generator(seed: int, step: int, row_ids: Tensor) -> np.random.Generator:
 
 
 def draw_depths(keep_prob: float, depth_count: int, seed: int, step: int, input_ids: Tensor) -> Tensor:
-    """bool [B, T, depth_count]: which depths of drafts after each position of input_ids [B, T] are kept, j with
-    probability keep ** j and all before it with it: a function of seed, step and each row's content."""
+    """bool [B, T, depth_count]: which depths of drafts after each position of input_ids [B, T] are kept. Depth j is
+    kept with probability keep_prob ** j, and then all depths before it. A function of seed, step and row content."""
     uniforms = [torch.from_numpy(row_generator(seed, step, row).random(input_ids.shape[1])) for row in input_ids]
     return (torch.stack(uniforms)[..., None] < keep_prob ** torch.arange(depth_count)).to(input_ids.device)

@@ -8,6 +8,9 @@ A packed row of six tokens a … f, with `tokens` = 3, and after it the masks M 
     depth                        |  1  2  1  2      and the masks of its anchor up to itself
     position   0  1  2  3  4  5  |  2  3  4  5      anchor + depth
     label      b  c  d  e  f  –  |  d  e  f  –      of the column anchor + depth
+
+An anchor is the last text token before a draft; the depth of a mask is its distance from the anchor. Of the masks that
+could follow each position, training draws some. A `Band` is a mask of attention that is made block by block.
 """
 
 from collections.abc import Callable
@@ -31,8 +34,8 @@ from outrider.train.settings.drafters import PositionWeights
 
 
 def unused_token(tokenizer: PreTrainedTokenizerBase, vocab: int) -> int:
-    """A token that no text has: of the target's `vocab` the first beyond the tokenizer's, else the last added one that
-    is neither special nor in the chat template; `vocab` if there is none."""
+    """A token id that no text has: of the target's `vocab` ids the first beyond the tokenizer's, else the last added
+    token that is neither special nor in the chat template; `vocab` if there is none."""
     special_ids, template = {*special_tokens(tokenizer).values()}, str(tokenizer.chat_template)
     added = [i for i, token in tokenizer.added_tokens_decoder.items() if token.content not in template]
     next_id = 1 + max(tokenizer.get_vocab().values())  # ids may have gaps
@@ -40,11 +43,12 @@ def unused_token(tokenizer: PreTrainedTokenizerBase, vocab: int) -> int:
 
 
 class DraftRows(NamedTuple):
-    """Packed rows [B, T] and the masks of drafts after them: ids, positions and labels [B, N] of all.
+    """Packed rows [B, T] and the mask tokens of drafts after them: ids, positions and labels [B, N] of all.
 
-    masks: of attention, by window; None: the documents say them. expand: a function from values [B, T, …] of what
-    the positions of the packed rows predict to those of all N. expected_predictions: of a supervised token, by which
-    the loss is divided. slots: what the positions are in drafts, if the loss weighs them by that.
+    masks: of attention, by window; None: attention within each document. expand: a function from values [B, T, …] of
+    what the positions of the packed rows predict to the values [B, N, …] of what all N positions predict.
+    expected_predictions: the expected number of predictions of a supervised token, by which the loss is divided.
+    slots: which slot of which draft each position is, if the loss weighs predictions by slots.
     """
 
     ids: Tensor
@@ -62,13 +66,14 @@ class DraftBand(Band):
 
     first_keys [B, T + M, 2]: query i of row b sees the text from first_keys[b, i, 0] to [b, i, 1], i itself or a
     mask's anchor. A mask also sees the masks before it that have its anchor. text_length: T, the positions before the
-    masks. window: of the layers. The second range of keys of a block has masks.
+    masks. window: of the layers; None: no window. The second range of keys of a `QueryBlock` has masks.
     """
 
     text_length: int
     window: int | None
 
     def block(self, block: QueryBlock) -> Tensor:
+        """The mask of a block of queries, bool [B, 1, Q, K]; True = attend."""
         columns = torch.arange(block.end, device=self.first_keys.device)
         keys = torch.cat([columns[block.first_key : block.key_end], columns[block.second_key :]])  # [K]
         queries = columns[block.begin :, None]  # [Q, 1]
@@ -97,25 +102,13 @@ class Parallel:
         """The predictions of each supervised token in expectation, those near a document's start aside."""
         return sum(self.keep**depth for depth in range(self.tokens))
 
-    def _mask_blocks(self, text_length: int, first_seen: Tensor, anchors: Tensor) -> RowBlocks:
-        """Blocks of the masks [B, M] after the text; first_seen [B, M]: the first position that each sees."""
-        block_size = Band.BLOCK // (4 if first_seen.device.type == "cpu" else 1)
-        first_keys, last_keys = first_seen.amin(0).tolist(), anchors.amax(0).tolist()
-        blocks = []
-        for begin in range(0, len(last_keys), block_size):
-            end = min(begin + block_size, len(last_keys))
-            first_mask_key = text_length + max(0, begin - self.tokens + 2)
-            text_range = min(first_keys[begin:end]), max(last_keys[begin:end]) + 1
-            blocks.append(QueryBlock(text_length + begin, text_length + end, *text_range, first_mask_key))
-        return tuple(blocks)
-
     def add_masks(self, student: Student, running_stack: LayerStack, *packed_rows: Tensor) -> DraftRows:
         """Packed rows (ids, labels, positions and documents, [B, T] each) and, in training, the masks of drafts after
         them. running_stack: the layers that run the rows."""
-        if self.tokens > 1 and student.training:  # evaluations judge a token a pass
+        if self.tokens > 1 and student.training:  # evaluations judge drafts of one token a pass
             return self.append_masks(student.step, running_stack, *packed_rows)
         ids, labels, positions, _ = packed_rows
-        return DraftRows(ids, positions, None, labels, lambda values: values, 1.0)
+        return DraftRows(ids, positions, None, labels, expand=lambda values: values, expected_predictions=1.0)
 
     def append_masks(
         self, step: int, stack: LayerStack, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor
@@ -147,33 +140,44 @@ class Parallel:
 
         return DraftRows(ids, all_positions, band_by_window, row_labels, expand, self.expected_predictions, slots)
 
-    def _draw_masks(
-        self, step: int, input_ids: Tensor, labels: Tensor, documents: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The anchor and the depth of every mask, and whether there is such a mask: rows have different numbers."""
+    def _draw_masks(self, step: int, input_ids: Tensor, labels: Tensor, documents: Tensor) -> tuple[Tensor, ...]:
+        """Three tensors [B, M]: every mask's anchor, its depth and whether it exists; M: the most masks of a row."""
         depth_count, text_length = self.tokens - 1, input_ids.shape[1]
         is_kept = draw_depths(self.keep, self.tokens, self.seed, step, input_ids)[..., 1:]  # [B, T, depths]
-        later_documents = F.pad(documents, (0, depth_count), value=-2).unfold(1, self.tokens, 1)[..., 1:]
+        later_documents = F.pad(documents, (0, depth_count), value=-2).unfold(1, self.tokens, 1)[..., 1:]  # −2: none
         is_in_document = later_documents == documents[..., None]
         has_mask = (is_kept & is_in_document & (labels != IGNORE)[..., None]).flatten(1)  # [B, T · depths]
         mask_counts = has_mask.sum(1, keepdim=True)
         indices = has_mask.byte().argsort(dim=1, descending=True, stable=True)[:, : int(mask_counts.max())]  # [B, M]
         is_mask = torch.arange(indices.shape[1], device=input_ids.device) < mask_counts
-        anchors = indices.div(depth_count, rounding_mode="floor").where(is_mask, text_length - 1)
+        anchors = indices.div(depth_count, rounding_mode="floor").where(is_mask, text_length - 1)  # else the last
         return anchors, (indices % depth_count + 1) * is_mask, is_mask
 
     def _draft_band(
         self, documents: Tensor, anchors: Tensor, depths: Tensor, last_seen: Tensor, window: int | None
     ) -> DraftBand:
+        """The mask of attention in layers with `window`. last_seen [B, T + M]: the last text column that each sees."""
         text_band, first_seen = packed_band(documents, window), packed_band(documents).first_keys.gather(1, anchors)
         if window is not None:
             first_seen = torch.maximum(first_seen, anchors + depths - (window - 1))
-        parts = len(text_band.blocks)
+        parts = len(text_band.blocks)  # one for each row, or one for all rows
         groups = zip(text_band.blocks, first_seen.tensor_split(parts), anchors.tensor_split(parts), strict=True)
         text_length = documents.shape[1]
         blocks = tuple(text_blocks + self._mask_blocks(text_length, *group) for text_blocks, *group in groups)
         visible_range = torch.stack([torch.cat([text_band.first_keys, first_seen], 1), last_seen], -1)
         return DraftBand(visible_range, blocks, text_length=text_length, window=window)
 
+    def _mask_blocks(self, text_length: int, first_seen: Tensor, anchors: Tensor) -> RowBlocks:
+        """Blocks of the masks [B, M] after the text; first_seen [B, M]: the first position that each sees."""
+        block_size = Band.BLOCK // (4 if first_seen.device.type == "cpu" else 1)  # smaller blocks skip more keys
+        first_keys, last_keys = first_seen.amin(0).tolist(), anchors.amax(0).tolist()
+        blocks = []
+        for begin in range(0, len(last_keys), block_size):
+            end = min(begin + block_size, len(last_keys))
+            first_mask_key = text_length + max(0, begin - self.tokens + 2)  # a draft has at most tokens − 1 masks
+            text_range = min(first_keys[begin:end]), max(last_keys[begin:end]) + 1
+            blocks.append(QueryBlock(text_length + begin, text_length + end, *text_range, first_mask_key))
+        return tuple(blocks)
 
-ONE_A_PASS = Parallel(1)
+
+ONE_A_PASS = Parallel(tokens=1)

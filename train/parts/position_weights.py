@@ -26,7 +26,7 @@ from outrider.draft_models.acceptance import acceptance_by_tokens, argmax_and_ac
 from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.model_spec import LogitRule
 
-Factors = tuple[Tensor, Tensor]  # states [..., d] and a matrix [V, d]: the logits are states · matrixᵀ
+Factors = tuple[Tensor, Tensor]  # states [..., d] and a matrix [V, d]: the logits are rule(states · matrixᵀ)
 SMOOTHING = 0.5  # α of D-PACE (arXiv 2605.18810), the paper's: a slot never counts as out of reach
 
 
@@ -49,8 +49,8 @@ def cat_weights(slots: Slots, teacher_probs: Tensor) -> Tensor:
 
     teacher_probs [B, T]: the teacher's, of the label of each column; 0 without a label, since no draft gets past it.
     """
-    next_probs = F.pad(teacher_probs, (0, slots.longest - 1)).unfold(1, slots.longest, 1)  # [B, T, K]
-    reach_probs = F.pad(next_probs.cumprod(-1)[..., :-1], (1, 0), value=1.0)  # [B, T, K]
+    slot_probs = F.pad(teacher_probs, (0, slots.longest - 1)).unfold(1, slots.longest, 1)  # [B, T, K], by anchor
+    reach_probs = F.pad(slot_probs.cumprod(-1)[..., :-1], (1, 0), value=1.0)  # [B, T, K]: products before the slot
     return reach_probs.flatten(0, 1)[slots.anchors, slots.numbers]
 
 
@@ -76,7 +76,7 @@ def probabilities_of(tokens: Tensor, factors: Factors, rule: LogitRule) -> Tenso
     """
     (states, matrix), supervised = factors, tokens != IGNORE
     matrix = matrix.to(states.dtype)
-    acceptance_of = acceptance_by_tokens(tokens[supervised])
+    acceptance_of = acceptance_by_tokens(tokens[supervised])  # [1], below: the acceptances, after the argmaxes
     probabilities = argmax_and_acceptance(lambda hidden: rule(hidden @ matrix.T), states[supervised], acceptance_of)[1]
     assert probabilities is not None
     return scatter_positions(probabilities, supervised, 0.0)

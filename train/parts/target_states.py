@@ -3,8 +3,8 @@
 `add_states` chooses by `features`: a folder that `compute_states` fills before the training, or with features=auto rows
 that are computed when they are first read (`RowsWithLazyStates`). A folder has:
 
-    states.bin     [rows, T, k + 1, H_t]: the aux hidden states, ascending, and the states after the last norm, in the
-                   dtype that the target computes in
+    states.bin     [rows, T, k + 1, H_t]: the k aux hidden states, those at boundaries of target layers that the head
+                   reads, in ascending order, and the states after the last norm; in the target's dtype
     states.json    what they are made from
     states.done    while rows are missing: a byte for every block of rows, 1 if written
 
@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol, TypeVar
 
 import torch
 from accelerate import PartialState
@@ -35,20 +34,12 @@ from outrider.data_prep.text.rows import PackedRows
 from outrider.train.core.driver import TrainingRun
 from outrider.train.core.training import Batch, TrainRows
 from outrider.train.parts.drafter import frozen_dtype
+from outrider.train.parts.head_student import HeadStudent
 from outrider.train.settings.drafters import HeadConfig
 
 STATES_FILE, MADE_FROM_FILE, DONE_FILE = "states.bin", "states.json", "states.done"
 FEATURES = "features"  # the folder in out_dir, while a training with features=auto runs
-ROWS_AT_ONCE = 8
-
-
-class ReadsTarget(Protocol):
-    """A student on a whole target. states_of: the target's states [B, T, k + 1, H_t] of a batch of rows."""
-
-    def states_of(self, batch: Batch, /) -> Tensor: ...
-
-
-Reader = TypeVar("Reader", bound=ReadsTarget)
+ROWS_AT_ONCE = 8  # rows in a block
 
 
 def add_states(
@@ -56,14 +47,16 @@ def add_states(
     rows: PackedRows,
     row_shape: tuple[int, int, int],
     made_from: Mapping[str, object],
-    build: Callable[[], Reader],
+    build: Callable[[], HeadStudent],
     run: TrainingRun,
-) -> tuple[Reader, TrainRows]:
-    """The student that `build` makes, and `rows` with the target's states as `config.features` says, or without them:
-    then the target runs along. row_shape, made_from: see `compute_states`."""
+) -> tuple[HeadStudent, TrainRows]:
+    """The student that `build` makes, and `rows`, with the target's states as `config.features` says or without.
+
+    Without states the target runs in every step. row_shape, made_from: see `compute_states`.
+    """
     dtype = frozen_dtype(config.frozen_dtype, run.device)
     made_from = {**made_from, "frozen_dtype": str(dtype)}
-    if config.features not in (None, "auto"):
+    if config.features not in (None, "auto"):  # a folder
         rows_with_states = compute_states(
             rows, lambda: build().states_of, row_shape, config.features, dtype, made_from, run.state
         )
@@ -71,6 +64,7 @@ def add_states(
     student = build()
     is_sharded = bool({"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"} & os.environ.keys())
     has_whole_target = run.state.num_processes == 1 and not is_sharded
+    # Stored states save time only if a row is read again.
     repeats_rows = (config.fit.total_steps(len(rows)) - 1) * config.fit.batch_rows >= len(rows)
     if config.features is None or not has_whole_target or not repeats_rows:
         return student, rows
@@ -109,13 +103,12 @@ def compute_states(
     """
     folder, shape = require_writable(features_dir, "features"), (len(rows), *row_shape)
     block_count = -(-len(rows) // ROWS_AT_ONCE)
-    identity = {**made_from, "dtype": str(dtype), "shape": list(shape)}
-    nbytes = math.prod(shape) * dtype.itemsize
+    identity, nbytes = {**made_from, "dtype": str(dtype), "shape": list(shape)}, math.prod(shape) * dtype.itemsize
     with only_run_of(process_state, folder, "states of a target"):
         is_complete = from_main(process_state, lambda: _reserve_space(folder, identity, nbytes, block_count))
         states = torch.from_file(str(folder / STATES_FILE), not is_complete, math.prod(shape), dtype=dtype).view(shape)
         if not is_complete:
-            written_flags = torch.from_file(str(folder / DONE_FILE), True, block_count, dtype=torch.uint8)
+            written_flags = torch.from_file(str(folder / DONE_FILE), shared=True, size=block_count, dtype=torch.uint8)
             _compute_missing(states, written_flags, rows, load_target(), process_state)
             process_state.wait_for_everyone()
             from_main(process_state, lambda: (folder / DONE_FILE).unlink(missing_ok=True))
@@ -124,8 +117,7 @@ def compute_states(
 
 @dataclass(frozen=True)
 class RowsWithLazyStates:
-    """`PackedRows` whose items also have states. A row's states are computed when the row is first read, then kept in
-    `folder` in `dtype`.
+    """`PackedRows` whose items also have states, computed when a row is first read, then kept in `folder` in `dtype`.
 
     The items have no states if all states would take more than half of the free space there, or cannot be kept.
     row_shape, made_from: as in `compute_states`. A resumed run finds the states that the killed run computed. Nothing
@@ -160,13 +152,13 @@ class RowsWithLazyStates:
         stored_bytes = file.stat().st_size if file.exists() else 0
         if 2 * (nbytes - stored_bytes) > shutil.disk_usage(self.folder).free:
             return None
+        identity = {**self.made_from, "dtype": str(self.dtype), "shape": list(shape)}
         try:
-            identity = {**self.made_from, "dtype": str(self.dtype), "shape": list(shape)}
             _reserve_space(self.folder, identity, nbytes, len(self.rows))
         except UserError as error:
             warn(f"{error}; the target runs along")
             return None
-        states = torch.from_file(str(file), True, math.prod(shape), dtype=self.dtype).view(shape)
+        states = torch.from_file(str(file), shared=True, size=math.prod(shape), dtype=self.dtype).view(shape)
         return states, torch.from_file(str(self.folder / DONE_FILE), True, len(self.rows), dtype=torch.uint8)
 
 
@@ -185,7 +177,7 @@ def _reserve_space(folder: Path, identity: Mapping[str, object], size: int, bloc
     if not changes and states_file.exists() and states_file.stat().st_size == size:
         if not done_file.exists():
             return True
-        written_count = int(torch.from_file(str(done_file), False, block_count, dtype=torch.uint8).sum())
+        written_count = int(torch.from_file(str(done_file), shared=False, size=block_count, dtype=torch.uint8).sum())
         print(f"features={folder} goes_on_after={written_count} of {block_count} blocks", flush=True)
         return False
     print(f"features={folder} dtype={identity['dtype']} gigabytes={size / 1e9:.2f}", flush=True)
@@ -200,10 +192,9 @@ def _reserve_space(folder: Path, identity: Mapping[str, object], size: int, bloc
             reserve_space(file, size)
     except OSError as error:
         states_file.unlink(missing_ok=True)
-        raise UserError(
-            f"features={folder}: the target's states take {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free there "
-            f"({error}); free space, choose another folder, or give features=null"
-        ) from None
+        space_text = f"the target's states take {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free there ({error})"
+        remedy = "free space, choose another folder, or give features=null"
+        raise UserError(f"features={folder}: {space_text}; {remedy}") from None
     return False
 
 

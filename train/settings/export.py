@@ -1,4 +1,4 @@
-"""Settings of export. Light on purpose: a mistake shows before torch is imported."""
+"""Settings of export; a field by `free` affects no result. Light: a mistake shows before torch is imported."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
@@ -42,6 +42,6 @@ class ExportConfig(RunConfig):
     here, or with target=)"""
     out_dir: str = free("runs/export", "where the files go; resume=true replaces a model that is there")
 
-    def check_fields(self) -> None:
+    def check_fields(self) -> None:  # runs after those of the bases
         has_dtype = self.dtype not in _MISSING_DTYPES[self.engine]
         self.require("dtype", has_dtype, f"another one, which engine={self.engine} has")

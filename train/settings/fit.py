@@ -1,4 +1,4 @@
-"""Config of the training loop; light, so that a mistake shows before torch is imported."""
+"""Config of the training loop; a field by `free` affects no result. Light: a mistake shows before torch is imported."""
 
 import math
 import os
@@ -11,7 +11,7 @@ from outrider.base.errors import UserError, require
 from outrider.base.settings import DEFAULT, Count, Positive, Seed, Settings, always, free, opt
 from outrider.base.wandb_config import WandbConfig
 
-CHECKPOINTS = "checkpoint-*"  # in out_dir
+CHECKPOINTS = "checkpoint-*"  # the pattern of their names in out_dir
 Beta = Annotated[float, Ge(0), Lt(1)]
 NotNegative = Annotated[float, Ge(0)]
 
@@ -20,7 +20,7 @@ NotNegative = Annotated[float, Ge(0)]
 class FitConfig(Settings):
     """The training loop, by `steps` or `epochs`. debug: the value in a rehearsal; step_debug: in a pipeline's."""
 
-    steps: Count | None = opt(None, "optimizer steps, or:", debug=always(2))
+    steps: Count | None = opt(None, "optimizer steps, or:", debug=always(2))  # always: also in place of null
     epochs: Positive | None = opt(None, "passes over the rows; one of the two is null", debug=None)
     batch_rows: Count = opt(64, "rows in one optimizer step, over all processes", step_debug=4)
     micro_batch_rows: Count | None = free(None, step_debug=4)
@@ -30,9 +30,8 @@ class FitConfig(Settings):
     muon_lr: Positive = opt(0.02, "optimizer=muon: the layers' matrices; everything else is AdamW at `lr`")
     betas: tuple[Beta, Beta] = opt((0.9, 0.95), "of AdamW")
     weight_decay: NotNegative = opt(0.0, "of matrices; norms and biases have none")
-    warmup: NotNegative = opt(
-        0.0, "below 1: share of the steps; from 1: a number, at most half of the steps of epochs or minutes", debug=2
-    )
+    warmup: NotNegative = opt(0.0, debug=2)
+    """below 1: share of the steps; from 1: a number, at most half of the steps of epochs or minutes"""
     schedule: Literal["linear", "cosine", "constant"] = opt("linear", "of the learning rate after the warm-up")
     max_grad_norm: NotNegative = opt(1.0, "0: no clipping")
     precision: Literal["fast", "bf16", "fp32"] = "fast"
@@ -45,7 +44,7 @@ class FitConfig(Settings):
     seed: Seed = opt(0, "of the order of rows, and of all that training draws")
     wandb: WandbConfig = free(factory=WandbConfig, debug=DEFAULT)
 
-    def check_fields(self) -> None:
+    def check_fields(self) -> None:  # runs after those of the bases
         expected = f"exactly one of steps and epochs (which is {self.epochs}), the other null"
         self.require("steps", (self.steps is None) != (self.epochs is None), expected)
         micro, rows = self.micro_batch_rows, self.batch_rows
@@ -61,7 +60,7 @@ class FitConfig(Settings):
 
     def require_processes(self, process_count: int) -> None:
         """Raise `UserError` for what so many processes, their launcher or this machine's packages cannot do."""
-        self.micro_rows(process_count)
+        self.micro_rows(process_count)  # raises `UserError` for rows that do not split evenly
         self.wandb.is_on()  # raises `UserError` for a missing package or key
         is_sharded = any(os.environ.get(f"ACCELERATE_USE_{name}") == "true" for name in ("DEEPSPEED", "FSDP"))
         if self.optimizer == "muon" and is_sharded:
@@ -86,7 +85,7 @@ class FitConfig(Settings):
         `linear` and `cosine` reach 0 at `total_steps`, so the last step still moves.
         """
         warmup_steps = math.ceil(self.warmup * total_steps) if self.warmup < 1 else int(self.warmup)
-        if self.warmup >= 1 and (self.steps is None or total_steps < self.steps):
+        if self.warmup >= 1 and (self.steps is None or total_steps < self.steps):  # epochs or minutes decide the steps
             warmup_steps = min(warmup_steps, total_steps // 2)
         if step < warmup_steps:
             return (step + 1) / (warmup_steps + 1)

@@ -1,4 +1,4 @@
-"""Settings of forecast. Light on purpose: a mistake shows before torch is imported."""
+"""Settings of forecast; a field by `free` affects no result. Light: a mistake shows before torch is imported."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,10 +41,9 @@ class ForecastConfig(RunConfig):
     outcome: bool = free(False, "train for all minutes too, and record how the forecast did")
     out_dir: str = free("runs/forecast", "where everything goes")
 
-    def check_fields(self) -> None:
-        self.require(
-            "kinds", bool(self.kinds) and len({*self.kinds}) == len(self.kinds), "each kind once, at least one"
-        )
+    def check_fields(self) -> None:  # runs after those of the bases
+        is_distinct = bool(self.kinds) and len({*self.kinds}) == len(self.kinds)
+        self.require("kinds", is_distinct, "each kind once, at least one")
         for kind in self.kinds:
             require(kind in FORECAST_KINDS, "kinds", kind, f"one of {', '.join(FORECAST_KINDS)}")
         is_ascending = len(self.shares) > 1 and [*self.shares] == sorted({*self.shares})

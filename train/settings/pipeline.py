@@ -1,4 +1,7 @@
-"""Settings of the pipeline: its steps, their options, their minutes. Light: a mistake shows before torch loads."""
+"""Settings of the pipeline: its steps, their options, their minutes. Light: a mistake shows before torch loads.
+
+An experiment is a file of the pipeline's options in conf/. A field by `free` affects no result, other fields do.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +15,7 @@ from outrider.draft_models.targets.settings import EAGLE3, SMALL_LM, TARGET, Mod
 
 TARGET_STEPS = ("target", "fetch")  # either provides the target
 CORPUS_LM, CORPUS_TABLE = "corpus_lm", "corpus_table"  # from a corpus, before the target's answers are added
-LOGS = "logs"  # <step>.log: its output; .json: its record; .settings.json: what its command ran with
+LOGS = "logs"  # in out_dir. <step>.log: its output; .json: its record; .settings.json: the settings of its command
 MINUTES = "minutes"  # the option of a command for its time limit
 REMOVED = "~"  # the value in `more` of an option that is taken back
 _SET_BY_PIPELINE = ("out_dir", "resume")
@@ -31,32 +34,26 @@ class StepCommand:
     links: Mapping[str, str]
 
 
-_DRAFTERS = {"checkpoint": "eesd", EAGLE3: EAGLE3, SMALL_LM: SMALL_LM, "table": "trigrams"}
+_DRAFTERS = {"checkpoint": "eesd", EAGLE3: EAGLE3, SMALL_LM: SMALL_LM, "table": "trigrams"}  # of the report
 STEPS: Mapping[str, StepCommand] = {  # in the order in which they run
     "target": StepCommand("train/toy_target.py", "toy_target.json", {}),
     "fetch": StepCommand("data_prep/fetch_target.py", "fetched.json", {}),
     "prompts": StepCommand("data_prep/write_prompts.py", "prompts.json", {"target": TARGET}),
-    "responses": StepCommand(
-        "data_prep/generate_responses.py", "summary.json", {"target": TARGET, "data.path": "prompts/train.jsonl"}
-    ),
-    "heldout": StepCommand(
-        "data_prep/generate_responses.py", "summary.json", {"target": TARGET, "data.path": "prompts/heldout.jsonl"}
-    ),
+    "responses": StepCommand("data_prep/generate_responses.py", "summary.json",
+                             {"target": TARGET, "data.path": "prompts/train.jsonl"}),
+    "heldout": StepCommand("data_prep/generate_responses.py", "summary.json",
+                           {"target": TARGET, "data.path": "prompts/heldout.jsonl"}),
     "eesd": StepCommand("train/eesd.py", "drafter.json", {"target": TARGET}),
     "calibrate": StepCommand("train/calibrate.py", "calibration.json", {"checkpoint": "eesd"}),
     EAGLE3: StepCommand("train/eagle3.py", "eagle3.json", {"target": TARGET}),
     CORPUS_LM: StepCommand("train/finetune_drafter.py", "finetune_drafter.json", {"tokenizer": TARGET}),
-    SMALL_LM: StepCommand(
-        "train/finetune_drafter.py", "finetune_drafter.json", {"target": TARGET, "drafter.path": CORPUS_LM}
-    ),
+    SMALL_LM: StepCommand("train/finetune_drafter.py", "finetune_drafter.json",
+                          {"target": TARGET, "drafter.path": CORPUS_LM}),
     CORPUS_TABLE: StepCommand("data_prep/build_trigrams.py", "table.safetensors", {"tokenizer": TARGET}),
-    "trigrams": StepCommand(
-        "data_prep/build_trigrams.py", "table.safetensors", {"tokenizer": TARGET, "merge": CORPUS_TABLE}
-    ),
-    "report": StepCommand(
-        "inference/evaluate_checkpoint.py", "report.json",
-        {"target": TARGET, "prompts": "prompts/heldout.jsonl", **_DRAFTERS},
-    ),
+    "trigrams": StepCommand("data_prep/build_trigrams.py", "table.safetensors",
+                            {"tokenizer": TARGET, "merge": CORPUS_TABLE}),
+    "report": StepCommand("inference/evaluate_checkpoint.py", "report.json",
+                          {"target": TARGET, "prompts": "prompts/heldout.jsonl", **_DRAFTERS}),
 }  # fmt: skip
 
 
@@ -84,7 +81,7 @@ class PipelineConfig(RunConfig):
     of the experiment's steps in proportion; null: as in the experiment"""
     debug: bool = free(False, "a rehearsal in <out_dir>-debug: the same commands, everything small")
 
-    def check_fields(self) -> None:
+    def check_fields(self) -> None:  # runs after those of the bases
         require(bool(self.steps), "steps", list(self.steps), "at least one step; choose an experiment, or see STEPS")
         for allowed_steps, step_options in ((STEPS, self.steps), (self.steps, self.more)):
             for name, options in step_options.items():
@@ -92,11 +89,10 @@ class PipelineConfig(RunConfig):
                 for key in options:
                     expected = f"none of {', '.join(_SET_BY_PIPELINE)}: the pipeline gives them"
                     require(key not in _SET_BY_PIPELINE, f"steps.{name}", key, expected)
-        two_targets = set(TARGET_STEPS) <= set(self.steps)
-        require(
-            not two_targets, "steps", list(self.steps), f"one of {', '.join(TARGET_STEPS)}: a pipeline has one target"
-        )
-        self._time_scale()
+        has_two_targets = set(TARGET_STEPS) <= set(self.steps)
+        expected = f"one of {', '.join(TARGET_STEPS)}: a pipeline has one target"
+        require(not has_two_targets, "steps", list(self.steps), expected)
+        self._time_scale()  # raises `UserError` for minutes that cannot be kept
 
     @property
     def folder(self) -> Path:
@@ -119,6 +115,7 @@ class PipelineConfig(RunConfig):
         return minutes and minutes + (self._time_scale() - 1) * self._written_limit(step_name)
 
     def _written_limit(self, step_name: str) -> float:
+        """The minutes that the experiment gives a step; 0 if it gives none."""
         minutes = self.steps[step_name].get(MINUTES)
         return float(minutes) if isinstance(minutes, int | float) else 0.0
 

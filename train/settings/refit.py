@@ -1,4 +1,4 @@
-"""Settings of refit. Light: a mistake shows before torch is imported."""
+"""Settings of refit; a field by `free` affects no result. Light: a mistake shows before torch is imported."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -11,8 +11,6 @@ from outrider.draft_models.targets.settings import ONE_OR_MORE, DrafterFolder, T
 
 _LOG = "a log of outrider serve, or another file or directory of conversations with answers"
 _Log = Annotated[str, RecordFile(_LOG, holds=("*.jsonl", "*.json", "*.parquet"))]
-
-
 Logs = Annotated[tuple[_Log, ...], ONE_OR_MORE]
 
 
@@ -22,9 +20,8 @@ class RefitConfig(TargetOrTokenizer, RunConfig):
 
     checkpoint: DrafterFolder | None = opt(None, "directory of an early exit, small LM, EAGLE-3 head or n-gram table")
     logs: Logs = opt((), "files or directories of logged answers: logs=traffic.jsonl or logs=[a.jsonl,b.jsonl]")
-    template: ChatTemplate | None = opt(
-        None, "of conversations; null: that of the drafter's training, or the tokenizer's"
-    )
+    template: ChatTemplate | None = None
+    """of conversations; null: that of the drafter's training, or the tokenizer's"""
     heldout_share: Annotated[float, Gt(0), Lt(1)] = 0.2
     """newest share of the conversations, by first turn, on which the old and the new drafter are compared"""
     minutes: Positive | None = opt(30.0, "of the training; null: all its steps. A table is always counted whole")
@@ -33,6 +30,6 @@ class RefitConfig(TargetOrTokenizer, RunConfig):
     back: bool = free(False, "return to the version before the current one of out_dir")
     out_dir: str = free("runs/refit", "the versions, and the link `current` to the drafter in use")
 
-    def check_fields(self) -> None:
+    def check_fields(self) -> None:  # runs after those of the bases
         for name in () if self.back else ("checkpoint", "logs"):
             self.require(name, bool(getattr(self, name)), "what is continued, on which traffic; or back=true")

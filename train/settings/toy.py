@@ -1,4 +1,4 @@
-"""Settings of toy-target. Light on purpose: a mistake shows before torch is imported."""
+"""Settings of toy-target; a field by `free` affects no result. Light: a mistake shows before torch is imported."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -26,7 +26,7 @@ class ToyTargetConfig(RunConfig):
     out_dir: str = free("runs/toy_target", "where everything goes")
     vocabulary: Annotated[int, Ge(300)] = opt(2048, debug=320)
     """tokens, of a byte-level BPE made from the data: bytes, special tokens, merges"""
-    layers: Count = opt(12, "of the Llama to train", debug=3)
+    layers: Count = opt(12, "of the Llama to train", debug=3)  # debug: in a rehearsal, on tiny models
     hidden: Count = opt(256, "width", debug=always(TINY_SHAPE["hidden"]))
     intermediate: Count = opt(704, "width inside the MLPs", debug=always(TINY_SHAPE["intermediate"]))
     heads: Count = opt(4, "of attention", debug=always(TINY_SHAPE["heads"]))
@@ -39,6 +39,6 @@ class ToyTargetConfig(RunConfig):
     eval_rows: NotNegative = free(200, debug=4)
     """held-out rows of seq_len tokens that give the final bits per byte; 0: all"""
 
-    def check_fields(self) -> None:
+    def check_fields(self) -> None:  # runs after those of the bases
         require_heads(self.hidden, self.heads, self.kv_heads)
         self.require("max_positions", self.max_positions >= self.seq_len, f"at least seq_len ({self.seq_len})")

@@ -7,11 +7,11 @@ KIND = Kind(
     "dflash",
     f"{__name__}.drafter:DFlashPlugin",
     option="dflash",
-    needs="a directory or Hub name of a DFlash or DSpark drafter",
     file="config.json",
     preset="dflash/survival",
+    needs="a directory or Hub name of a DFlash or DSpark drafter",
     calibration=HEAD_FOLDER,
     vllm_method="dflash",
     layers=True,
-    readings=True,
+    readings=True,  # it needs single layers of the target; its files can be read in several ways
 )

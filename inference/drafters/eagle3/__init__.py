@@ -7,11 +7,11 @@ KIND = Kind(
     "eagle3",
     f"{__name__}.drafter:Eagle3Plugin",
     option="eagle3",
-    needs="a directory or Hub name of an EAGLE-3 head",
     file="config.json",
     preset="eagle3/survival",
+    needs="a directory or Hub name of an EAGLE-3 head",
     calibration=HEAD_FOLDER,
     vllm_method="eagle3",
     layers=True,
-    readings=True,
+    readings=True,  # it needs single layers of the target; its files can be read in several ways
 )

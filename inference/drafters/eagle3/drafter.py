@@ -1,4 +1,8 @@
-"""An EAGLE-3 head as the drafter: a decoder layer on aux hidden states of the target and the tokens after them."""
+"""An EAGLE-3 head as the drafter: a decoder layer on aux hidden states of the target and the tokens after them.
+
+Aux hidden states are those at chosen boundaries of the target's layers (`taps`). The head makes a feature of those at a
+position. The root is the last token of the text, under which tokens are drafted.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,13 +57,13 @@ class Eagle3DraftModel(BesideTarget):
         self._aux_hidden, self._tokens = aux[:, -1:], tokens[:0]  # of the pending pairs; the last one has no token yet
 
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
-        """See `DraftModel.extend`; every structure feeds the root first, in a pass without other tokens."""
+        """See `DraftModel.extend`; every structure (shape of drafts) feeds the root first, without other tokens."""
         if self.session.rows:
             return self._run_drafted(tokens, parents)
         return self._run_pairs(torch.cat([self._tokens, tokens]), self._aux_hidden)
 
     def _run_pairs(self, tokens: Tensor, aux: Tensor) -> Tensor:
-        """Run pairs of tokens [n] and aux hidden states [1, n, k · H_t]; returns logits [1, K] after the last pair."""
+        """Run pairs: tokens [n], aux hidden states [1, n, taps · d]; returns the last one's logits [1, vocabulary]."""
         head = self.head
 
         def pairs_pass(x: Tensor, view: View) -> tuple[Tensor, Tensor]:
@@ -82,7 +86,8 @@ class Eagle3DraftModel(BesideTarget):
             out = head.run(embedding, features, view.masks(), view.rotary, view.cache)
             return out, head.draft_logits(out)
 
-        features = self._outputs[-1:] if list(parents) == [len(self._outputs) - 1] else self._outputs[list(parents)]
+        follows_last = list(parents) == [len(self._outputs) - 1]  # a slice costs less than indexing by a list
+        features = self._outputs[-1:] if follows_last else self._outputs[list(parents)]
         x = torch.cat([head.embed(tokens), features], dim=-1)[None]
         row_offset = self._pairs - 1  # rows of the session before the draft's row 0, the root
         out, logits = self.session.run_rows("drafted", drafted_pass, x, [parent + row_offset for parent in parents])
@@ -96,7 +101,7 @@ class Eagle3DraftModel(BesideTarget):
             self.session.commit(range(self._pairs))
             self._aux_hidden, new_tokens = aux, tokens[1:]  # the root's pair has run
             self._tokens = self._tokens[:0]
-        else:
+        else:  # nothing was drafted in this round
             self._aux_hidden, new_tokens = torch.cat([self._aux_hidden, aux], dim=1), tokens
         self._tokens = torch.cat([self._tokens, torch.tensor(new_tokens, dtype=torch.long, device=self._tokens.device)])
 
@@ -115,7 +120,7 @@ class Eagle3Plugin(HeadPlugin[Eagle3]):
     def export(self, where: str, target: OpenTarget, dtype: torch.dtype, folder: Path) -> None:
         stored = self.open_head(where, target.config)
         head = stored.load(dtype)
-        made_here = stored.made_here and not self.changes.overrides
+        made_here = stored.made_here and not self.changes.overrides  # trained by Outrider
         checkpoint.save_head(folder, head, "speculators", target.config, target.source, made_here=made_here)
 
     def draft_model(self, model: Eagle3, method: MethodConfig) -> DraftModel:

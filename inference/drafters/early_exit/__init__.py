@@ -6,10 +6,10 @@ KIND = Kind(
     "early_exit",
     f"{__name__}.drafter:EarlyExitPlugin",
     option="checkpoint",
-    needs="an early-exit drafter directory",
     file="drafter.json",
+    needs="an early-exit drafter directory",
     preset="eesd_survival",
-    calibration="",
     vllm_method="draft_model",
-    layers=True,
+    calibration="",
+    layers=True,  # a calibration head is in the directory itself; it needs single layers of the target
 )

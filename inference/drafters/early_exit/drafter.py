@@ -1,6 +1,10 @@
-"""An early exit as the drafter: an exit layer on the hidden states of the target's first layers (EESD)."""
+"""An early exit as the drafter: an exit layer on the hidden states of the target's first layers (EESD).
 
-from collections.abc import Mapping, Sequence
+A session runs the target over one text. Its rows are the tokens that run in a round, the first one the root, the last
+token of the text. `base` positions before them are committed.
+"""
+
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
@@ -22,22 +26,21 @@ from outrider.inference.core.tree import chain_parents
 from outrider.inference.drafters.draft_model import BesideTarget, OnePass
 from outrider.inference.drafters.early_exit import KIND
 from outrider.inference.drafters.model_plugin import TrainedDrafterPlugin, head_identity, without_calibration
-from outrider.inference.drafters.plugin import ModelOptions, TrainingRecord
+from outrider.inference.drafters.plugin import Methods, ModelOptions, TrainingRecord
 from outrider.inference.engines.packing import lay_out
 from outrider.inference.settings.method import MethodConfig
 
 
 class EarlyExitDraftModel(BesideTarget):
-    """EESD's draft model: an exit layer on the hidden states of the target's first `split` layers (EESD eq. 1).
+    """EESD's draft model: an exit layer after the target's first `split` layers (arXiv 2406.03853, eq. 1).
 
     The exit layer has its own cache. A row that was verified without being extended (the last token of a draft) has no
-    entry there. Its hidden state is kept in `_pending` and is run with the next extension. Example of a round, with
-    `base` committed positions and nothing pending:
+    entry there. Its hidden state is kept in `_pending` and is run with the next extension. Example of a round:
 
         extend(root), extend("a")     the session has rows 0 and 1, the exit's cache entries for them; "b" is drafted
-        session.run_tree (decode.py)  the session adds row 2 for "b" and verifies: both are accepted
+        the target verifies           the session adds row 2 for "b"; both drafted tokens are accepted
         commit([0, 1, 2], …)          the exit's cache keeps rows 0 and 1; the hidden state of row 2 is pending
-        extend(root)                  the exit runs "b" and the new root: start = −1
+        extend(root)                  the exit runs "b", of the last round (row −1), and the new root
     """
 
     def __init__(self, drafter: EarlyExit):
@@ -46,10 +49,10 @@ class EarlyExitDraftModel(BesideTarget):
         self.predicted = drafter.draft_tokens
 
     def begin(self, session: Session) -> None:
-        self.target_session = self.session = session = session.require_layers()  # the only session
+        self.target_session = self.session = session = session.require_layers()  # drafter and target share it
         self.cache = session.draft_cache(self.drafter, range(self.split, self.split + len(self.drafter.layers)))
         prompt_hidden = session.hidden
-        self._exit(prompt_hidden, 0, logit_count=0)
+        self._exit(prompt_hidden, 0, logit_count=0)  # fills the exit's cache
         self._pending = prompt_hidden[:, :0]  # [1, n, d], hidden states that the exit layer has not read
 
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
@@ -70,7 +73,7 @@ class EarlyExitDraftModel(BesideTarget):
     def _exit(self, hidden: Tensor, start: int, logit_count: int) -> tuple[Tensor, Tensor]:
         """Run the exit layer on hidden states [1, n, d] of rows start, start + 1, …; negative rows are committed ones.
 
-        Returns its output [1, n, d] and the logits of the last `logit_count` rows [1, logit_count, K].
+        Returns its output [1, n, d] and the logits of the last `logit_count` rows [1, logit_count, draft vocabulary].
         """
         drafter = self.drafter
 
@@ -80,11 +83,11 @@ class EarlyExitDraftModel(BesideTarget):
 
         pass_name = f"exit {id(drafter)}"
         hidden, logits = self.session.run_draft_layers(pass_name, exit_pass, hidden, start, self.cache, logit_count)
-        return hidden, logits[:, logits.shape[1] - logit_count :]
+        return hidden, logits[:, logits.shape[1] - logit_count :]  # passes of fixed shape return more rows
 
     def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         base_length = self.session.base
-        extended_count = max(0, self.cache.length - base_length)
+        extended_count = max(0, self.cache.length - base_length)  # of this round's rows
         cached_rows = [row for row in rows if row < extended_count]
         if len(cached_rows) < len(rows):
             new_hidden = self.session.hidden[:, list(rows[len(cached_rows) :])]  # [1, n, d]
@@ -96,8 +99,8 @@ class EarlyExitDraftModel(BesideTarget):
 class EarlyExitPasses(EarlyExitDraftModel):
     """The passes of an early exit that drafts several tokens in one: `OnePass` runs the root and a mask for each other.
 
-    They run the target's first layers over masks, too. So the session drops the whole pass, and the root runs again
-    when the draft is verified. The exit's cache keeps the root.
+    The target's first layers run over masks, too. So the session drops the whole pass, and the root runs again when the
+    draft is verified. The exit's cache keeps the root.
     """
 
     def run_pass(self, tokens: Tensor) -> Tensor:
@@ -119,13 +122,15 @@ class EarlyExitPasses(EarlyExitDraftModel):
 
 
 def draft_model_of(drafter: EarlyExit) -> DraftModel:
-    """The draft model of an early exit, as it was trained."""
-    if not drafter.parallel:
+    """The draft model of an early exit, as it was trained; a mask has the first id after the vocabulary."""
+    if not drafter.parallel:  # the tokens that it drafts in one pass; 0: one
         return EarlyExitDraftModel(drafter)
-    return OnePass(EarlyExitPasses(drafter), drafter.vocabulary, drafter.parallel)
+    return OnePass(EarlyExitPasses(drafter), mask=drafter.vocabulary, pass_tokens=drafter.parallel)
 
 
 class EarlyExitPlugin(TrainedDrafterPlugin[EarlyExit]):
+    """What is done with early exits (see `DrafterPlugin`). where: the directory of a drafter's files."""
+
     kind, own_sessions = KIND, True
 
     def identity(self, where: str | None) -> dict[str, object]:
@@ -135,9 +140,7 @@ class EarlyExitPlugin(TrainedDrafterPlugin[EarlyExit]):
     def digest(self, where: str) -> str:
         return checkpoint.read_meta(where).weights_sha256
 
-    def load(
-        self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **options: Unpack[ModelOptions]
-    ) -> EarlyExit:
+    def load(self, where: str, target: OpenTarget, methods: Methods, **options: Unpack[ModelOptions]) -> EarlyExit:
         checkpoint.require_target(checkpoint.read_meta(where), target.fingerprint, where)  # first: it names the cause
         return super().load(where, target, methods, **options)
 
@@ -146,14 +149,13 @@ class EarlyExitPlugin(TrainedDrafterPlugin[EarlyExit]):
 
     def training_record(self, where: str) -> TrainingRecord:
         meta = checkpoint.read_meta(where)
-        return replace(
-            TrainingRecord.of(meta.training), target=meta.fingerprint.target, revision=meta.fingerprint.revision
-        )
+        record, fingerprint = TrainingRecord.of(meta.training), meta.fingerprint
+        return replace(record, target=fingerprint.target, revision=fingerprint.revision)
 
     def prepare(self, model: EarlyExit, target: Target) -> None:
         drafter = without_calibration(model)
-        lay_out(drafter, target.device)
-        if drafter.head is not None:
+        lay_out(drafter, target.device)  # fuses layers, and packs weights as the device's kernels read them
+        if drafter.head is not None:  # it has a head of its own
             return
         drafter.use_head(require_layers(target).head)
         if drafter.draft_tokens is not None:
@@ -166,6 +168,7 @@ class EarlyExitPlugin(TrainedDrafterPlugin[EarlyExit]):
 
     def empty_model(self, where: str, target: PreTrainedConfig) -> nn.Module:
         drafter = checkpoint.empty_drafter(checkpoint.read_meta(where), target)
+        # With a draft vocabulary, a head that it does not own is a copy of the target's rows, outside its parameters.
         return drafter if drafter.draft_tokens is None else nn.ModuleList([drafter, drafter.output_head])
 
     def export(self, where: str, target: OpenTarget, dtype: torch.dtype, folder: Path) -> None:

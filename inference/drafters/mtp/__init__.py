@@ -6,10 +6,10 @@ KIND = Kind(
     "mtp",
     f"{__name__}.drafter:MtpPlugin",
     option="mtp",
-    needs="target, if it has an MTP head, or a directory, GGUF file or Hub name with one",
     file="config.json",
     preset="mtp/survival",
-    layers=True,
+    needs="target, if it has an MTP head, or a directory, GGUF file or Hub name with one",
     in_target=True,
-    readings=True,
+    layers=True,
+    readings=True,  # it needs single layers of the target; its files can be read in several ways
 )

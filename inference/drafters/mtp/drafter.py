@@ -1,4 +1,7 @@
-"""An MTP head as the drafter: it drafts as an EAGLE-3 head does, from the target's last hidden state."""
+"""An MTP head as the drafter: it drafts as an EAGLE-3 head does, from the target's last hidden state.
+
+Many targets have such a head (multi-token prediction) in their own files.
+"""
 
 from collections.abc import Sequence
 
@@ -29,4 +32,4 @@ class MtpPlugin(Eagle3Plugin):
         return {KIND.name: None if head is None else head.files.digests(head.files.file_of)}
 
     def draft_vocabulary(self, where: str) -> Sequence[int] | None:
-        return None
+        return None  # it predicts all tokens

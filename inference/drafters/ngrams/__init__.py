@@ -7,10 +7,10 @@ KIND = Kind(
     "ngrams",
     f"{__name__}.drafter:NgramPlugin",
     option=TABLE,
-    needs="an n-gram table directory (outrider build-trigrams)",
     file="table.safetensors",
     preset="ngrams",
-    shaped=False,
-    keys=("ngrams",),
+    needs="an n-gram table directory (outrider build-trigrams)",
     vllm_method="custom_class",
+    shaped=False,
+    keys=("ngrams",),  # no structure shapes its drafts; only this kind reads a method's `ngrams`
 )

@@ -1,10 +1,11 @@
-"""Drafting from an n-gram table: ADED's tri-gram search with adaptation, and a mixture of longer contexts.
+"""Drafting from an n-gram table: ADED's tri-gram search with adaptation (arXiv 2407.12021), and a mixture of contexts.
 
-Neither runs a model: both read tokens only.
+A table counts what follows what in a corpus. Both read tokens only. Of a `Drafter`'s fields, `max_rows` is the most
+nodes of a draft, and `sizes` chooses the number of nodes by measured costs; None: the number is fixed.
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Unpack
 
@@ -22,7 +23,7 @@ from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.core.tree import DraftTree
 from outrider.inference.drafters.ngrams import KIND, ngram_search
 from outrider.inference.drafters.ngrams.mixture import Mixture
-from outrider.inference.drafters.plugin import DrafterPlugin, ModelOptions, TrainingRecord
+from outrider.inference.drafters.plugin import DrafterPlugin, Methods, ModelOptions, TrainingRecord
 from outrider.inference.settings.method import AUTO, MethodConfig, NgramConfig, known_size
 from outrider.inference.sizing.node_sizes import SEARCH_SIZES, BestNodes
 from outrider.inference.sizing.policy import Tuning
@@ -35,20 +36,21 @@ _NOTHING: _Draft = (np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))
 class TextDrafter(Drafter):
     """Keeps the text as an array of ids and learns every token once, in order.
 
-    With nodes=auto it searches for as many nodes as `sizes` chooses, or for the maximum if `sizes` is None.
+    With nodes=auto it searches for as many nodes of the draft tree as `sizes` chooses; for the maximum if that is None.
     """
 
     def __init__(self, table: TrigramTable, config: NgramConfig):
         self.table, self.config = table, config
-        node_budgets = SEARCH_SIZES if config.nodes == AUTO else (known_size(config.nodes),)
+        node_budgets = SEARCH_SIZES if config.nodes == AUTO else (known_size(config.nodes),)  # most nodes of a search
         self._nodes = {node_budget: ngram_search.new_nodes(node_budget) for node_budget in node_budgets}
         self.max_rows = node_budgets[-1]
         self._draft = _NOTHING
 
     def begin(self, session: Session, selector: TokenSelector, watch: Stopwatch) -> None:
+        self._session = session
         prompt = session.tokens.tolist()
         self._ids = np.zeros(2 * len(prompt) + 256, np.int64)
-        self._length = self._learnt = 0
+        self._length = self._learnt = 0  # tokens of the text in `_ids`, and those that were learnt
         self._reset()
         self._append(prompt)
         self._learn_prompt(self._ids, self._length)
@@ -69,13 +71,9 @@ class TextDrafter(Drafter):
             assert probs is not None
             node_count = self.sizes.count(parents, probs)
             tokens, parents, probs = self._draft = tokens[:node_count], parents[:node_count], probs[:node_count]
-        return DraftTree(
-            torch.from_numpy(tokens).to(root.device),
-            tuple(parents.tolist()),
-            (-1,) * len(tokens),
-            None if probs is None else torch.from_numpy(probs),
-            source="table",
-        )
+        path_probs = None if probs is None else torch.from_numpy(probs)
+        ids, rows = torch.from_numpy(tokens).to(root.device), (-1,) * len(tokens)  # −1: no draft model ran the node
+        return DraftTree(ids, tuple(parents.tolist()), rows, path_probs, source="table")
 
     def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
         if self.sizes is not None:
@@ -106,13 +104,13 @@ class TextDrafter(Drafter):
 
     @abstractmethod
     def _search(self, ids: np.ndarray, text_end: int, depth_limit: int, nodes: ngram_search.Nodes) -> _Draft:
-        """The draft under ids[:stop] of depth at most `depth_limit`, with as many nodes as `nodes` can hold."""
+        """The draft under ids[:text_end], at most `depth_limit` deep, with as many nodes as `nodes` can hold."""
 
 
 class TrigramDrafter(TextDrafter):
-    """ADED: one order of the table, adapted by Algorithm 2 to prompt and output, searched by PUCT or best-first.
+    """ADED: one order n of the table's n-grams, adapted to prompt and output, searched by PUCT or best-first.
 
-    It forgets what it learnt at the end of a text.
+    The adaptation, `Overlay`, raises the probability of n-grams that occur in the text. It ends with the text.
     """
 
     def __init__(self, table: TrigramTable, config: NgramConfig, seed: int):
@@ -120,11 +118,11 @@ class TrigramDrafter(TextDrafter):
         self.seed = seed
         self.overlay = Overlay(table, config.order, config.increment, config.max_probability)
         if config.search == "puct":
-            self._tree = ngram_search.new_search(config.iterations)
+            self._tree = ngram_search.new_search(config.iterations)  # scratch, like `_scratch` for sentences and scores
             self._explore = ngram_search.exploration_factors(config.iterations, config.c1, config.c2)
             self._scratch = (np.empty((config.iterations, config.depth), np.int64), np.empty(config.iterations))
         else:
-            self._states = np.empty(self.max_rows, np.uint64)
+            self._states = np.empty(self.max_rows, np.uint64)  # scratch: the packed context of each node
 
     def _reset(self) -> None:
         self._seed = np.array([self.seed % 2**64], np.uint64)
@@ -135,7 +133,7 @@ class TrigramDrafter(TextDrafter):
             self.overlay.learn(ids, start, stop)
 
     def _search(self, ids: np.ndarray, text_end: int, depth_limit: int, nodes: ngram_search.Nodes) -> _Draft:
-        config, overlay = self.config, self.overlay
+        config, overlay = self.config, self.overlay  # level: the table's n-grams; contexts: raised probabilities
         args = (overlay.level, overlay.contexts, ids, text_end, self.table.vocabulary, min(depth_limit, config.depth))
         if config.search == "best_first":
             return _draft_of(nodes, ngram_search.search_best_first(*args, nodes, self._states))
@@ -146,9 +144,10 @@ class TrigramDrafter(TextDrafter):
 
 
 class MixedDrafter(TextDrafter):
-    """The `Mixture`, best-first. Uses the orders 2 to 4 that the table has, and its suffixes.
+    """The `Mixture`, best-first.
 
-    Its rows of a round are the root and the nodes in order, as it shares nothing with the target.
+    Uses the orders 2 to 4 that the table has, and its suffixes: a suffix array of the corpus, for longer contexts.
+    top_count: likeliest tokens of the target after every verified row that become evidence, too (`recycle`).
     """
 
     def __init__(self, table: TrigramTable, config: NgramConfig):
@@ -157,12 +156,8 @@ class MixedDrafter(TextDrafter):
         self.top_count = config.recycle
         self._verified: _Verified | None = None  # the last round's arguments of `recycle`, until it runs
 
-    def begin(self, session: Session, selector: TokenSelector, watch: Stopwatch) -> None:
-        self._session = session
-        super().begin(session, selector, watch)
-
     def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
-        if self.top_count:
+        if self.top_count:  # the text with the root, which is not in `_length` yet, has `_length` + 1 tokens
             rows, top_tokens = self._session.top_tokens_of_rows()
             draft_arrays = tree.tokens.cpu().numpy(), np.array(tree.parents, np.int64)
             self._verified = (self._length + 1, *draft_arrays, np.array(rows, np.int64), top_tokens.cpu().numpy())
@@ -177,7 +172,7 @@ class MixedDrafter(TextDrafter):
 
     def _learn(self, ids: np.ndarray, start: int, stop: int) -> None:
         self.mixture.learn(ids, start, stop)
-        if self._verified is not None:  # after the weights, which must not learn from rows that chose the tokens
+        if self._verified is not None:  # last: the weights above must not learn from rows that chose the tokens
             recycle(self.mixture.recycled, ids, *self._verified)
             self._verified = None
 
@@ -217,18 +212,18 @@ def open_table(table_path: str, tokenizer_digest: str, vocab_size: int | None = 
 
 
 class NgramPlugin(DrafterPlugin[TrigramTable | None]):
+    """What is done with n-gram tables. where: a table's directory. A table is None if no method reads it."""
+
     def identity(self, where: str | None) -> dict[str, object]:
         return {"table": None if where is None else table_digest(Path(where))[:16]}
 
     def training_record(self, where: str) -> TrainingRecord:
-        corpus_facts = TrainingRecord.of({"data": map_table(Path(where))[0].facts.get("corpus")}).data or {}
-        return TrainingRecord(
-            data={key: value for key, value in corpus_facts.items() if key not in ("text", "digest", "bytes")} or None
-        )
+        header, _ = map_table(Path(where))
+        corpus_facts = TrainingRecord.of({"data": header.facts.get("corpus")}).data or {}
+        data = {key: value for key, value in corpus_facts.items() if key not in ("text", "digest", "bytes")}
+        return TrainingRecord(data=data or None)
 
-    def load(
-        self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **_: Unpack[ModelOptions]
-    ) -> TrigramTable | None:
+    def load(self, where: str, target: OpenTarget, methods: Methods, **_: Unpack[ModelOptions]) -> TrigramTable | None:
         if all(method.source != KIND.name for method in methods.values()):
             return None
         return open_table(where, target.vocabulary_digest, target.vocabulary_size)

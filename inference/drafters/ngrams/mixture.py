@@ -1,15 +1,20 @@
 # mypy: allow-untyped-defs
 """The n-gram mixture of a table and a text: sources, weights that are learnt online, and the search (`ngram_mixing`).
 
+A source is contexts of one length in one place: the text, the recycled top k tokens of the target's logits, the
+corpus's suffixes, or a level of the table (its n-grams of one order). Its λ is the share of the remaining probability
+that it gets, by the class of a context: how often it was seen, and how sure its likeliest successor is.
+
 `Mixture` learns the target's tokens (`learn_text`), and then drafts (`search`). A token is learnt in two steps. Every
 known context that ends the text adds its evidence: its source, its class, and its P(token). Then the λ of these sources
-are updated.
+are updated. The numbers of sources: table 0 to 2, text from 3 on, then recycled, then suffixes, each by length.
 
 Example: a context of the text has λ = 0.5 and P(token) = 0.6. The next source, of the table, has λ = 0.8 and P(token) =
 0.1. Together P(token) = 0.5 · 0.6 + 0.5 · 0.8 · 0.1 = 0.34. The first source gets 1 trial and 0.3 / 0.34 = 0.88 hits,
 the second one 0.12 trials and 0.12 hits.
 
-Importing this module imports neither torch nor transformers, so that a serving engine's process can.
+Functions under `lean` are compiled by numba. Importing this module imports neither torch nor transformers, so that a
+serving engine's process can.
 """
 
 from collections.abc import Callable
@@ -21,18 +26,8 @@ from outrider.draft_models.ngrams import overlay
 from outrider.draft_models.ngrams.kernels import compiled_for, lean, read_only, successors_of
 from outrider.draft_models.ngrams.suffixes import LEAST, Suffixes, count_successors, find_suffixes, no_suffixes
 from outrider.draft_models.ngrams.table import Level, TrigramTable, make_level
-from outrider.inference.drafters.ngrams.ngram_mixing import (
-    CORPUS_ORDERS,
-    MAX_READ,
-    MixtureWeights,
-    class_of,
-    level_context,
-    new_scratch,
-    new_weights,
-    search_mixture,
-    text_class,
-    text_contexts,
-)
+from outrider.inference.drafters.ngrams import ngram_mixing
+from outrider.inference.drafters.ngrams.ngram_mixing import MAX_READ, class_of, level_context, text_class, text_contexts
 from outrider.inference.drafters.ngrams.ngram_search import Nodes
 from outrider.inference.settings.method import NgramConfig
 
@@ -40,14 +35,18 @@ _ELSEWHERE = 1e-5  # probability of a token that no source knows, used in learni
 
 
 class Sources(NamedTuple):
-    """The sources of a mixture and their weights. longest: tokens of a context of the text. strength: of the prior."""
+    """The sources of a mixture and their weights.
+
+    levels: by order 2, 3, 4. contexts: of the text, `longest` tokens at most. recycled, suffixes: see the module.
+    strength: the tokens that the prior of λ counts as.
+    """
 
     levels: tuple[Level, Level, Level]
     contexts: overlay.ContextMap
     longest: int
     recycled: overlay.Recycled
     suffixes: Suffixes
-    weights: MixtureWeights
+    weights: ngram_mixing.MixtureWeights
     strength: float
     vocabulary: int
 
@@ -95,7 +94,7 @@ def _add_recycled_evidence(sources, count, length, token, scratch):
 def _add_suffix_evidence(sources, count, length, token, scratch):
     suffixes, work = sources.suffixes, scratch.occurrences
     first_source = 3 + sources.longest + sources.recycled.longest
-    longest_suffix, near_from = find_suffixes(suffixes, scratch.recent, length, work)
+    longest_suffix, near_from = find_suffixes(suffixes, scratch.recent, length, work)  # near_from: see there
     for context_size in range(longest_suffix, LEAST - 1, -1):
         distinct_count, top_count, sampled_count = count_successors(suffixes, context_size, near_from, work)
         prob = 0.0
@@ -135,10 +134,10 @@ def learn_weights(sources, length, token, scratch):
 
 @lean
 def _update_shares(weights, count, strength):
-    """One step of expectation–maximisation by `count` pieces of evidence, longest context first. Returns log P(token).
+    """One step of expectation–maximisation by `count` pieces of evidence, longest context first.
 
-    A source's trials grow by the probability that is left to it, its hits by its share of P(token). mixed: P(token) by
-    a source and all later ones.
+    Returns log P(token). A source's trials grow by the probability that is left to it, its hits by its share of
+    P(token). mix_probs: P(token) by a source and all later ones.
     """
     source_and_class, probs, mix_probs = weights.integers, weights.numbers[0], weights.numbers[1]
     prob = _ELSEWHERE
@@ -181,9 +180,9 @@ class Mixture:
 
     def __init__(self, table: TrigramTable, config: NgramConfig):
         self.table, self.config = table, config
-        bigrams, trigrams, fourgrams = (_level_or_empty(table, order) for order in CORPUS_ORDERS)
+        bigrams, trigrams, fourgrams = (_level_or_empty(table, order) for order in ngram_mixing.CORPUS_ORDERS)
         self._levels = bigrams, trigrams, fourgrams
-        self._scratch = new_scratch(config.longest)
+        self._scratch = ngram_mixing.new_scratch(config.longest)
         self._suffixes = read_only(table.suffixes or no_suffixes(table.vocabulary))
 
     def reset(self) -> None:
@@ -191,10 +190,11 @@ class Mixture:
         self._compiled: dict[object, Callable[..., object]] = {}
         self.index = overlay.TextIndex(self.config.longest, self.config.decay)
         self.recycled = overlay.new_recycled(_RECYCLED_CONTEXT, self.config.recycle)
-        self.weights = new_weights(self.config.longest, self.recycled.longest, self.table.suffixes is not None)
+        has_suffixes = self.table.suffixes is not None
+        self.weights = ngram_mixing.new_weights(self.config.longest, self.recycled.longest, has_suffixes)
 
     def learn_prompt(self, ids: np.ndarray, prompt_end: int) -> None:
-        """Index the prompt ids[:stop] (int64). Its user's words teach no weights: these are for the target's text."""
+        """Index the prompt ids[:prompt_end] (int64). It teaches no weights: these are for the target's text."""
         self.index.learn(ids, 0, prompt_end)
 
     def learn(self, ids: np.ndarray, start: int, stop: int) -> None:
@@ -204,12 +204,11 @@ class Mixture:
         self._call(learn_text, config.decay, ids, start, stop, self._scratch)
 
     def search(self, ids: np.ndarray, text_end: int, max_depth: int, nodes: Nodes) -> int:
-        """Fill `nodes` with the likeliest tree under ids[:stop], no deeper than `max_depth`. Returns the number of
-        nodes."""
-        return self._call(search_mixture, ids, text_end, max_depth, nodes, self._scratch)
+        """Fill `nodes` with the likeliest tree under ids[:text_end], at most `max_depth` deep; returns its size."""
+        return self._call(ngram_mixing.search_mixture, ids, text_end, max_depth, nodes, self._scratch)
 
     def _call(self, function: Callable[..., R], *arguments: object) -> R:
-        """`function` of the sources and `arguments`. All calls of one for one text have arguments of the same types."""
+        """`function` of the sources and `arguments`, compiled once for their types, which stay the same for a text."""
         source_fields = (self._suffixes, self.weights, self.config.strength, self.table.vocabulary)
         sources = Sources(self._levels, self.index.contexts, self.config.longest, self.recycled, *source_fields)
         if function not in self._compiled:
@@ -220,5 +219,5 @@ class Mixture:
 def _level_or_empty(table: TrigramTable, order: int) -> Level:
     if order in table.levels:
         return read_only(table.levels[order])
-    empty_array = np.empty(0, np.uint32)
+    empty_array = np.empty(0, np.uint32)  # each field of `Grouped` but its keys
     return read_only(make_level(order, table.vocabulary, (np.empty(0, np.uint64), *[empty_array] * 4)))

@@ -8,7 +8,8 @@ to the next source:  P = λ₁P₁ + (1 − λ₁)(λ₂P₂ + (1 − λ₂)(…
 
 λ depends on how often the context was seen (N) and on its confidence (m, the share of its most likely successor). Per
 source and class of (N, m) it starts at its prior and adapts to the tokens of this generation by one
-step of expectation–maximisation per token; the prior counts as `strength` tokens.
+step of expectation–maximisation per token; the prior counts as `strength` tokens. Functions under `lean` are compiled
+by numba. mass: the remaining probability; floor: a smaller contribution is left out.
 """
 
 import json
@@ -17,25 +18,19 @@ from typing import NamedTuple
 
 import numpy as np
 
+from outrider.draft_models.ngrams import suffixes as corpus_suffixes
 from outrider.draft_models.ngrams.kernels import find_key, lean, mix, successors_of
 from outrider.draft_models.ngrams.overlay import ContextMap, find_recycled, longer_key, slot_of
-from outrider.draft_models.ngrams.suffixes import (
-    LEAST,
-    REACH,
-    SuffixWorkspace,
-    count_successors,
-    find_suffixes,
-    new_suffix_workspace,
-)
+from outrider.draft_models.ngrams.suffixes import LEAST, REACH, count_successors, find_suffixes
 from outrider.draft_models.ngrams.table import Level
 from outrider.inference.drafters.ngrams.ngram_search import offer_node, write_tree
 
 # The prior λ of every source by class, in a file that says how it was fitted. The last row of contexts by length is
-# used for all longer ones. A recording has no logits, so the prior of recycled rows is a chosen formula.
+# used for all longer ones. The recorded answers of the fit have no logits, so recycled rows have a chosen formula.
 CLASSES = 70  # per source: 10 of N × 7 of m
 _PRIORS = json.loads(Path(__file__).with_name("mixture_priors.json").read_text("utf-8"))
 CORPUS_PRIOR, BELOW_PRIOR, TEXT_PRIOR, SUFFIX_PRIOR = (
-    np.array(_PRIORS[group], float).reshape(-1, CLASSES) / 100  # [sources, CLASSES]
+    np.array(_PRIORS[group], float).reshape(-1, CLASSES) / 100  # [sources, CLASSES], from percent
     for group in ("corpus", "below_suffixes", "text", "suffixes")
 )
 
@@ -47,8 +42,8 @@ def recycled_shares() -> np.ndarray:
     return np.outer(seen_counts / (seen_counts + 1), confidences**0.5).reshape(1, CLASSES)
 
 
-CORPUS_ORDERS = (2, 3, 4)  # sources 0 … 2; then the text's contexts of 1 to K tokens, the recycled ones of 1 to R, and
-# the corpus's of `LEAST` to `REACH`
+# Sources 0 … 2; then the text's contexts of 1 to K tokens, recycled ones of 1 to R = 2, suffixes of `LEAST` to `REACH`.
+CORPUS_ORDERS = (2, 3, 4)
 MAX_READ = 48  # most successors of a context that are read
 MAX_CANDIDATES = 128  # most candidate tokens at a node
 _SURENESS = np.array([0.15, 0.3, 0.5, 0.7, 0.85, 0.95])  # upper bounds of the classes of m, except for the last class
@@ -92,14 +87,14 @@ class Scratch(NamedTuple):
     slots: np.ndarray
     tokens: np.ndarray
     probs: np.ndarray
-    occurrences: SuffixWorkspace
+    occurrences: corpus_suffixes.SuffixWorkspace
 
 
 def new_scratch(max_context: int) -> Scratch:
     """A workspace for text contexts of up to `max_context` tokens."""
-    max_recent = max(max_context, REACH)
-    candidates = np.empty(MAX_CANDIDATES, np.int64), np.empty(MAX_CANDIDATES)
-    return Scratch(np.empty(max_recent, np.int64), np.empty(max_recent, np.int64), *candidates, new_suffix_workspace())
+    recent, slots = np.empty((2, max(max_context, REACH)), np.int64)
+    tokens, probs = np.empty(MAX_CANDIDATES, np.int64), np.empty(MAX_CANDIDATES)
+    return Scratch(recent, slots, tokens, probs, corpus_suffixes.new_suffix_workspace())
 
 
 @lean
@@ -201,6 +196,7 @@ def _add_recycled(sources, length, mass, floor, scratch, count):
 def _add_suffixes(sources, length, mass, floor, scratch, count):
     suffixes, work = sources.suffixes, scratch.occurrences
     first_source = 3 + sources.longest + sources.recycled.longest
+    # Of a context's work.number[size] occurrences seen_count are read: all if size ≥ near_from, else a sample.
     longest_suffix, near_from = find_suffixes(suffixes, scratch.recent, length, work)
     for size in range(longest_suffix, LEAST - 1, -1):
         distinct_count, top_count, seen_count = count_successors(suffixes, size, near_from, work)
@@ -219,7 +215,7 @@ def _add_suffixes(sources, length, mass, floor, scratch, count):
 def predict_tokens(sources, length, floor, scratch):
     """Write likely tokens after the `length` tokens in `scratch.recent` and their P, unordered; returns their number.
 
-    Contributions below `floor` are left out.
+    sources: `Sources` of mixture.py, which calls this. Contributions below `floor` are left out.
     """
     contexts, slots = sources.contexts, scratch.slots
     prob_mass, count = 1.0, 0

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs
 """Searches for the draft tree over tri-gram probabilities: ADED's PUCT search, and best-first by path probability.
 
-A state is the last n − 1 tokens (two for tri-grams). Its successors are those of the table and of the overlay, whose
-probabilities replace the table's, in order of probability; ties go to the overlay. Everything is compiled and uses
-arrays that are allocated once.
+A state is the last n − 1 tokens (two for tri-grams), packed into one number. Its successors are those of the table's
+level (its n-grams of order n) and of the overlay (n-grams of the text), whose probabilities replace the table's, in
+order of probability; ties go to the overlay. Everything is compiled (`lean`: by numba), in arrays allocated once.
 """
 
 from typing import NamedTuple
@@ -19,9 +19,12 @@ _ONE = np.uint64(1)
 
 
 class Nodes(NamedTuple):
-    """Draft nodes, at most B = budget. By rank: order int64 [B], node numbers by descending path probability, and
-    ranked float64 [B], those probabilities. By node number: tokens, parents (−1: the root), depths, indices
-    (see `write_tree`) int64 [B]. tree: int64 [2, B], see `write_tree`."""
+    """Draft nodes, at most B = budget.
+
+    By rank: order int64 [B], node numbers by descending path probability, and ranked float64 [B], those probabilities.
+    By node number, int64 [B]: tokens, parents (−1: the root), depths, and indices, their ranks in the result.
+    tree int64 [2, B]: the result, tokens and parents by rank.
+    """
 
     order: np.ndarray
     tokens: np.ndarray
@@ -77,8 +80,8 @@ def write_tree(nodes: Nodes, node_count: int) -> int:
 
 @lean
 def open_state(level, overlay, packed):
-    """Successors of the state `packed`: begin and end of those in the table, the table's total, the first overlay
-    entry, and the sum of the overlay's entries."""
+    """Successors of the state `packed`: (begin, end of those in the table, the table's total count, index of the first
+    overlay entry or −1, the sum of the overlay's probabilities)."""
     state_key = mix(packed, (level.order - 1) * level.bits)
     context_index = find_key(level.buckets, level.shift, level.keys, state_key)
     begin, end, table_total = 0, 0, 0.0
@@ -92,6 +95,7 @@ def open_state(level, overlay, packed):
 
 @lean
 def _is_replaced(entries, head, token):
+    """Whether the overlay's list of entries from `head` on has the token."""
     while head >= 0 and entries[head].token != token:
         head = np.int64(entries[head].following)
     return head >= 0
@@ -99,7 +103,10 @@ def _is_replaced(entries, head, token):
 
 @lean
 def next_successor(tokens, counts, entries, at, end, total, entry, head):
-    """The next likeliest successor: (token or −1, probability, and where to continue: at, entry)."""
+    """The next likeliest successor: (token or −1, probability, and where to continue: at, entry).
+
+    at, end: of the table's successors; entry: of the overlay's, whose list begins at `head`.
+    """
     while at < end and head >= 0 and _is_replaced(entries, head, tokens[at]):
         at += 1
     probability = counts[at] / total if at < end else -1.0
@@ -166,7 +173,8 @@ _INTEGERS = "token parent depth first last sibling visits chosen at end head ent
 _NUMBERS = "prob score value prospect total ahead_prob"
 # A node of the search tree. Children are first visited in order of probability. So visited children are a linked list
 # (first, sibling, last), and the others start at `at` and `entry` (see `next_successor`; at −1: not expanded). The next
-# child is `ahead` (−1: none). visits: N; chosen: Σ N of its children; prob: P; value: Q; prospect: P / (1 + N).
+# child is `ahead` (−1: none). visits: N; chosen: Σ N of its children; prob: P; score: the sum of its sentences' scores;
+# value: Q = score / N; prospect: P / (1 + N).
 _SEARCH_NODE = np.dtype(
     [("state", np.uint64)]
     + [(name, np.int64) for name in _INTEGERS.split()]
@@ -196,9 +204,7 @@ def next_random(seed: np.ndarray) -> float:
 
 
 @lean
-def _add_node(
-    search: np.ndarray, node: int, token: int, parent: int, depth: int, packed: np.uint64, prob: float
-) -> None:
+def _add_node(search, node, token, parent, depth, packed, prob):
     search[node].token, search[node].parent, search[node].depth = token, parent, depth
     search[node].first, search[node].last, search[node].sibling = -1, -1, -1
     search[node].visits, search[node].chosen, search[node].score = 0, 0, 0.0

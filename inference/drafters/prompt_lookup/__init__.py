@@ -5,7 +5,7 @@ from outrider.inference.settings.kind import Kind
 KIND = Kind(
     "prompt_lookup",
     f"{__name__}.drafter:PromptLookupPlugin",
-    shaped=False,
-    keys=("max_ngram", "stop.max_draft"),
     vllm_method="ngram",
+    shaped=False,
+    keys=("max_ngram", "stop.max_draft"),  # no structure shapes its drafts; it reads these fields
 )

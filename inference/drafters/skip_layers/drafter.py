@@ -46,12 +46,13 @@ class SkipLayersDraftModel(BesideTarget):
 
         first_row = session.rows
         embedded = session.feed(tokens, parents)
+        # With `split` 0 a session's `feed` only embeds tokens. The second cache is the one of all layers.
         hidden, logits = session.run_draft_layers(self._name, kept_layers, embedded, first_row, session.second_cache)
         self.hidden = hidden[0]
         return logits[0]
 
     def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """Nothing to do: the session has the only cache and commits it."""
+        """Nothing to do: the session has the only cache, and commits it."""
 
 
 def skipped_layers(skip: Sequence[int] | None, n_layers: int) -> list[int]:
@@ -60,7 +61,8 @@ def skipped_layers(skip: Sequence[int] | None, n_layers: int) -> list[int]:
     Raises `UserError` if one of them does not exist, or if all or none are skipped.
     """
     if skip is None:
-        require(n_layers > 2, "skip", None, f"layers to leave out, as [1]: none is between the target's {n_layers}")
+        expected = f"layers to leave out, as [1]: none is between the target's {n_layers}"
+        require(n_layers > 2, "skip", setting=None, expected=expected)
         return list(range(1, n_layers - 1, 2))
     are_valid = all(0 <= layer < n_layers for layer in skip) and len(set(skip)) == len(skip)
     if not are_valid or not 0 < len(skip) < n_layers:

@@ -7,10 +7,10 @@ KIND = Kind(
     "small_lm",
     f"{__name__}.drafter:SmallLMPlugin",
     option="small_lm",
-    needs="a causal LM (directory, GGUF file or Hub name)",
     file="config.json",
     preset="small_lm/survival",
-    keys=("target_states",),
+    needs="a causal LM (directory, GGUF file or Hub name)",
     calibration=HEAD_FOLDER,
     vllm_method="draft_model",
+    keys=("target_states",),  # only this kind reads this field of a method
 )

@@ -1,4 +1,8 @@
-"""A small causal LM as the drafter."""
+"""A small causal LM as the drafter.
+
+One of PARD drafts several tokens in one pass, over the root (the last token of the text) and mask tokens. One of PARD-2
+also reads hidden states of the target, which a projection adds to its embedding. A row is a token that a session runs.
+"""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -13,15 +17,8 @@ from transformers import PreTrainedConfig
 from outrider.base.errors import UserError, require
 from outrider.draft_models.draft_vocabulary import read_draft_vocabulary
 from outrider.draft_models.formats.save_model import save_parts
-from outrider.draft_models.small_lm.model import (
-    MASK_TOKEN,
-    PASS_TOKENS,
-    TRAINING_FILE,
-    SmallLM,
-    last_id,
-    load_for_engine,
-    load_small_lm,
-)
+from outrider.draft_models.small_lm import model as lm_model
+from outrider.draft_models.small_lm.model import MASK_TOKEN, PASS_TOKENS, SmallLM
 from outrider.draft_models.small_lm.pard2 import PROJECTION_FILE, Pard2, projection_config
 from outrider.draft_models.targets.model_files import empty_model
 from outrider.draft_models.targets.model_spec import UNLIMITED
@@ -43,12 +40,12 @@ class SmallLMDraftModel(BesideTarget):
 
     It runs in its own session, next to the target's. A token that was accepted without being extended has no entry in
     its cache. The token waits in `_pending` and runs with the next extension, before the root. Logits of all tokens are
-    cut or padded with −∞ to the target's vocabulary size.
+    cut or padded with −∞ to the target's vocabulary size; those over a draft vocabulary stay as they are.
     """
 
     def __init__(self, lm: Target):
         self.lm = lm
-        self.predicted = lm.predicted
+        self.predicted = lm.predicted  # ids of its draft vocabulary, which its logits are over; None: all tokens
 
     def begin(self, session: Session) -> None:
         """Raises `UserError` if the text may exceed the model's context."""
@@ -60,7 +57,7 @@ class SmallLMDraftModel(BesideTarget):
             )
         self.target_session = session
         self.vocabulary = session.vocabulary
-        self._last = last_id(self.lm)
+        self._last = lm_model.last_id(self.lm)  # the last id of its embedding
         prompt = self._clamp(session.tokens.to(self.lm.device))
         self.session = session.draft_session(self.lm)
         self._feed_prompt(prompt)
@@ -91,9 +88,11 @@ class SmallLMDraftModel(BesideTarget):
         return tokens if self._last >= self.vocabulary - 1 else tokens.clamp(max=self._last)
 
     def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """See `DraftModel.commit`. Example: with one token pending, the root and "a" were extended, and "b" after them
-        was drafted from the logits of "a". The session's rows are the pending token, the root and "a". If both drafted
-        tokens are accepted, rows [0, 1, −1] commit these three, and "b" is pending.
+        """End the round; rows: the index of each of `tokens` among those extended, −1: not extended.
+
+        Example: with one token pending, the root and "a" were extended, and "b" after them was drafted from the logits
+        of "a". The session's rows are the pending token, the root and "a". If both drafted tokens are accepted, rows
+        [0, 1, −1] commit these three, and "b" is pending.
         """
         pending_count = len(self._pending)
         extended_count = self.session.rows - pending_count  # ≤ 0: none was extended, and the pending tokens still wait
@@ -120,14 +119,16 @@ class SmallLMPasses(SmallLMDraftModel):
 class Pard2Passes(SmallLMPasses):
     """The passes of a PARD-2 model.
 
-    `_states` [1, pending + 1, k · H_t] are the target's hidden states before each pending token and before the next
-    root. The pass that verified a token's predecessor computed them. Masks have those of the root.
+    `_states` [1, pending + 1, k · d] are the target's hidden states, of width d at k boundaries of layers, before each
+    pending token and before the next root. The pass that verified a token's predecessor computed them. Masks have those
+    of the root.
     """
 
     def __init__(self, lm: Pard2):
         """Raises `UserError` if `lm` was prepared for no target that runs layer by layer."""
         super().__init__(lm)
-        require(bool(lm.target_norm), "target_states", True, "false, as no target runs layer by layer here")
+        expected = "false, as no target runs layer by layer here"
+        require(bool(lm.target_norm), "target_states", setting=True, expected=expected)
         self.pard2, self.aux_layers = lm, lm.projection.boundaries
 
     def _feed_prompt(self, prompt: Tensor) -> None:
@@ -136,7 +137,7 @@ class Pard2Passes(SmallLMPasses):
         self._states = self._states[:, -1:]
 
     def _run(self, tokens: Tensor, parents: Sequence[int], logit_count: int) -> tuple[Tensor, Tensor]:
-        """See `Session.extend`; every pass is over a chain after the session's base."""
+        """See `Session.extend`; every pass is over a chain after the session's base. "PARD-2" is the pass's name."""
         lm = self.pard2
 
         def pass_(x: Tensor, view: View) -> tuple[Tensor, Tensor]:
@@ -144,16 +145,17 @@ class Pard2Passes(SmallLMPasses):
             return hidden, lm.draft_logits(view.logit_rows(hidden))
 
         row_indices = torch.arange(len(tokens), device=tokens.device)  # [n]
-        states = self._states[:, row_indices.clamp(max=self._states.shape[1] - 1)]  # [1, n, k · H_t]
+        states = self._states[:, row_indices.clamp(max=self._states.shape[1] - 1)]  # [1, n, k · d]
         x = lm.embed(tokens[None], self.session.base + row_indices[None]) + lm.projection(states)  # [1, n, d]
         hidden, logits = self.session.require_layers().run_rows("PARD-2", pass_, x, parents, logit_count)
         return hidden[0], logits[0, -logit_count:]
 
     def _read_states(self, rows: Sequence[int]) -> Tensor:
-        """The projection's input [1, n, k · H_t] at rows of the target's session."""
+        """The projection's input [1, n, k · d] at the target session's rows; states after its last layer are normed."""
         return self.pard2.projection.join_states(self.target_session.aux_hidden(rows), self.pard2.target_norm[0])
 
     def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        """rows: of `tokens` in the target's session, never −1; the states there stand before the next tokens."""
         states = torch.cat([self._states, self._read_states(rows)], dim=1)
         super().commit(rows, tokens)
         self._states = states[:, -len(self._pending) - 1 :]
@@ -176,7 +178,9 @@ def fit_vocabulary(logits: Tensor, vocabulary_size: int) -> Tensor:
 
 
 class SmallLMPlugin(TrainedDrafterPlugin[SmallLM]):
-    kind, record = KIND, TRAINING_FILE
+    """What is done with small LMs (see `DrafterPlugin`). where: a directory, GGUF file or Hub name."""
+
+    kind, record = KIND, lm_model.TRAINING_FILE
 
     def load(
         self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **options: Unpack[ModelOptions]
@@ -185,7 +189,7 @@ class SmallLMPlugin(TrainedDrafterPlugin[SmallLM]):
         pard2 = projection_config(read_config(where, role="small_lm"))
         state_choices = {method.target_states for method in methods.values() if method.source == self.kind.name}
         expected = f"true: small_lm={where} has no projection of the target's hidden states"
-        require(pard2 is not None or False not in state_choices, "target_states", False, expected)
+        require(pard2 is not None or False not in state_choices, "target_states", setting=False, expected=expected)
         if pard2 is not None and state_choices != {False}:
             fits = target.is_seen and pard2.boundaries(target.config) is not None
             expected = f"PARD-2 for this target's hidden states, not {pard2}; or methods.NAME.target_states=false"
@@ -200,13 +204,14 @@ class SmallLMPlugin(TrainedDrafterPlugin[SmallLM]):
         return {**super().identity(where), "projection": hashlib.sha256(projection_path.read_bytes()).hexdigest()[:16]}
 
     def load_drafter(self, where: str, target: OpenTarget, **options: Unpack[ModelOptions]) -> SmallLM:
-        return load_small_lm(where, target.tokenizer, target=target.config if target.is_seen else None, **options)
+        config = target.config if target.is_seen else None  # of a server's model only tokens are seen
+        return lm_model.load_small_lm(where, target.tokenizer, target=config, **options)
 
     def prepare(self, model: SmallLM, target: Target) -> None:
         lm = without_calibration(model)
-        lay_out(lm, target.device)
+        lay_out(lm, target.device)  # fuses layers, and packs weights as the device's kernels read them
         if isinstance(lm, Pard2):
-            lm.target_norm = [] if target.layered is None else [target.layered.norm]
+            lm.target_norm = [] if target.layered is None else [target.layered.norm]  # in a list: no submodule
 
     def causal_lms(self, model: SmallLM) -> list[Target]:
         return [cast(Target, without_calibration(model))]
@@ -216,7 +221,7 @@ class SmallLMPlugin(TrainedDrafterPlugin[SmallLM]):
         return None if vocabulary is None else vocabulary.tokens.tolist()
 
     def export(self, where: str, target: OpenTarget, dtype: torch.dtype, folder: Path) -> None:
-        save_parts(folder, load_for_engine(where, target.tokenizer, dtype, target.vocabulary_size))
+        save_parts(folder, lm_model.load_for_engine(where, target.tokenizer, dtype, target.vocabulary_size))
 
     def empty_model(self, where: str, target: PreTrainedConfig) -> nn.Module:
         return empty_model(read_config(where, role="small_lm"))

@@ -1,4 +1,9 @@
-"""Layers and products on a CPU by `inference.engines.cpu`: the parts of a model that it can run, and their calls."""
+"""Layers and linear layers on a CPU by compiled functions: the parts of a model that these can run, and their calls.
+
+A panel is the weights of `PANEL` outputs, laid out as a kernel reads them. An entry is the address of a compiled
+function. It gets a table of addresses and numbers, whose indices `entries` defines. Coded weights are quantised ones
+as a file stores them.
+"""
 
 import math
 import statistics
@@ -59,7 +64,7 @@ def _biases(linear: Linear) -> Tensor:
 
 
 class PanelLinear(nn.Module):
-    """A linear layer without gradient that uses `products`, made of one that `fits_panels`. Sums are in float32."""
+    """A linear layer without gradient, made of one that `fits_panels`. Sums are in float32."""
 
     def __init__(self, linear: Linear):
         super().__init__()
@@ -68,7 +73,7 @@ class PanelLinear(nn.Module):
         self.layout = WeightLayout.of([linear], self._dtype)
         self._coded = linear if isinstance(linear, CodedLinear) else None
         self._panels = in_large_pages(self.layout.panels(linear))
-        self._bytes = bytes_of_codes([linear]) or self._panels.nbytes
+        self._bytes = bytes_of_codes([linear]) or self._panels.nbytes  # few bytes are read in one thread (see `call`)
         self._scales, self._biases = _scales(linear), _biases(linear)
         self.bias = linear.bias
         self._function = self.layout.entry(entries.product_entry)
@@ -92,10 +97,10 @@ class PanelLinear(nn.Module):
             return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
         return self._call(self._function, x, self.layout.operand(x.reshape(-1, self.shape[1])))
 
-    __call__ = forward
+    __call__ = forward  # without a search for hooks
 
     def after(self, norm_weight: Tensor, eps: float, x: Tensor) -> Tensor | None:
-        """`forward` of weight · round(x / rms(x)) in one call; None if unsupported, as for an x of another dtype."""
+        """`forward` of norm_weight · round(x / rms(x)) in one call; None if it is unsupported, as for another dtype."""
         input_size = self.shape[1]
         rows = x.numel() // input_size
         if x.dtype != self._dtype or norm_weight.dtype != x.dtype or input_size % LANES or rows == 0:
@@ -103,6 +108,7 @@ class PanelLinear(nn.Module):
         if rows > MAX_ROWS:
             outputs = [self.after(norm_weight, eps, part) for part in x.reshape(rows, input_size).split(MAX_ROWS)]
             return torch.cat([part for part in outputs if part is not None]).view(*x.shape[:-1], -1)
+        # As `head_entry` lays it out: first epsilon, then the memory of each thread.
         workspace = torch.full((1 + most_threads() * (2 + self.layout.parts * rows) * input_size,), eps)
         extra_values = {entries.NORMS: norm_weight.data_ptr(), entries.WORK: workspace.data_ptr()}
         return self._call(self._normed, x, x.contiguous(), extra_values)
@@ -122,11 +128,11 @@ class PanelLinear(nn.Module):
 
 
 class RowSpan(NamedTuple):
-    """Consecutive rows of a text for one call; see `passes.BEGIN`."""
+    """Consecutive rows of a text for one call."""
 
     rows: int
     past: int  # positions of the text before them
-    keys_address: int  # the address of the first layer's keys
+    keys_address: int  # the address of the first layer's keys; the cache may begin at a later layer
     value_offset: int  # bytes from a layer's keys to its values
     slots: int  # of the cache
     mask: Tensor | None  # [1, 1, rows, past + rows]
@@ -155,21 +161,21 @@ class LayersAtOnce:
         first = layers[0]
         self._dtype = dtype_of(first)
         self._first = first.layer_idx
-        self._shape = LayerShape(
+        self._shape = LayerShape(  # rotated: heads of queries and keys
             first.qkv.in_features, first.heads, first.rotated - first.heads, first.head_dim, first.down.in_features
         )
         linears = [linear for layer in layers for linear in layer.products]
         self.layout = WeightLayout.of(linears, self._dtype)
         weight_counts = [self.layout.numbers(linear) for linear in first.products]
         self._weights = in_large_pages(torch.empty(len(layers), sum(weight_counts), dtype=self.layout.weight_dtype))
-        self._coded = [linear.parts for linear in linears if isinstance(linear, CodedLinear)]
+        self._coded = [linear.parts for linear in linears if isinstance(linear, CodedLinear)]  # keeps them alive
         self._bytes = bytes_of_codes(first.products) or self._weights[0].nbytes
         # Layer by layer, so that there is no third copy of a large model.
         for layer_weights, layer in zip(self._weights, layers, strict=True):
             for weight_slice, linear in zip(layer_weights.split(weight_counts), layer.products, strict=True):
                 weight_slice.copy_(self.layout.panels(linear))
         ones = torch.ones(first.rotated, first.head_dim)
-        head_eps = -1.0 if first.head_scale is None else first.head_eps
+        head_eps = -1.0 if first.head_scale is None else first.head_eps  # < 0: no norms of queries and keys
         self._floats = (  # in the order of `_FLOAT_KEYS`
             torch.stack([torch.cat([_scales(linear) for linear in layer.products]) for layer in layers]),
             torch.stack([torch.cat([_biases(linear) for linear in layer.products]) for layer in layers]),
@@ -189,7 +195,7 @@ class LayersAtOnce:
     def choose_way(self, layers: Sequence["FusedLayer"]) -> str:
         """The measured faster way through `layers`, `AT_ONCE` or `ONE_BY_ONE`; or the recorded one.
 
-        The two round differently, so the chosen one runs all passes, of few rows or many.
+        The two round differently, so the chosen way runs all passes, of few rows or many.
         """
         if self.layout.way == "codes":  # PyTorch has no product with codes
             return AT_ONCE
@@ -214,7 +220,7 @@ class LayersAtOnce:
         for rows in WIDTHS:
             hidden, rotary_rows = zero_row.expand(1, rows, -1).contiguous(), one_row.expand(1, rows, -1).contiguous()
             mask = torch.zeros(1, 1, rows, rows + 1, dtype=self._dtype)
-            seconds: tuple[list[float], list[float]] = ([], [])
+            seconds: tuple[list[float], list[float]] = ([], [])  # at once, layer by layer
             for _ in range(1 + REPEATS):
                 cache = KVCache(range(self._first, self._first + layer_count), rows + 1)
                 cache.length = 1  # as after a text of one token
@@ -251,8 +257,8 @@ class LayersAtOnce:
     ) -> Tensor | None:  # fmt: skip
         """Run layers start … stop − 1 on hidden [1, R, d] → [1, R, d]; None if the pass is not supported.
 
-        rotary, mask, cache: as a layer receives them. A supported pass follows one text or several, each in its own
-        `KVCache`. It has no gradients, and all its tensors have the layers' dtype. A prompt has up to
+        rotary, mask, cache: as a layer receives them. A supported pass follows one text or several (`TextMasks`), each
+        in its own `KVCache`. It has no gradients, and all its tensors have the layers' dtype. A prompt has up to
         `batch.PIECE` rows: the attention of many is faster in PyTorch.
         """
         if hidden.shape[0] != 1 or rotary is None or torch.is_grad_enabled():
@@ -260,14 +266,14 @@ class LayersAtOnce:
         if not all(tensor.dtype == self._dtype for tensor in (hidden, rotary[0])):
             return None
         if isinstance(mask, TextMasks):
-            text_spans = [self._spans(*text) for text in zip(mask.rows, mask.masks, mask.caches, strict=True)]
+            row_spans_by_text = [self._spans(*text) for text in zip(mask.rows, mask.masks, mask.caches, strict=True)]
         else:
-            text_spans = [self._spans(hidden.shape[1], mask, cache)]
+            row_spans_by_text = [self._spans(hidden.shape[1], mask, cache)]
         outputs, row_begin = [], 0
-        if not all(text_spans):
+        if not all(row_spans_by_text):
             return None
         # Later calls see the keys of earlier ones.
-        for call_spans in _group_parts([span for text in text_spans for span in text]):
+        for call_spans in _group_parts([span for text in row_spans_by_text for span in text]):
             row_slice = slice(row_begin, row_begin := row_begin + sum(span.rows for span in call_spans))
             call_rotary = (rotary[0][:, row_slice], rotary[1][:, row_slice])
             outputs.append(self._call(hidden[:, row_slice], start, stop, call_rotary, call_spans))
@@ -297,12 +303,12 @@ class LayersAtOnce:
     def _call(
         self, hidden: Tensor, start: int, stop: int, rotary: tuple[Tensor, Tensor], spans: "Sequence[RowSpan]"
     ) -> Tensor:  # fmt: skip
-        """Run layers start … stop − 1 on hidden [..., d]: the rows of the first part, then those of the next."""
+        """Run layers start … stop − 1 on hidden [..., d]: the rows of the first span, then those of the next."""
         hidden = hidden.contiguous()
         rows, threads = hidden.numel() // self._shape.hidden, most_threads()
         out = torch.empty_like(hidden)
         cos, sin = rotary[0].contiguous(), rotary[1].contiguous()
-        span_infos, begin = [], 0
+        span_infos, begin = [], 0  # columns: see `passes.BEGIN`
         for span in spans:
             mask_ptr = 0 if span.mask is None else span.mask.data_ptr()
             span_infos.append((begin, span.rows, span.keys_address, span.value_offset, span.slots, span.past, mask_ptr))

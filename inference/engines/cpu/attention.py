@@ -1,7 +1,8 @@
 # mypy: allow-untyped-defs
 """Compiled attention of a few queries, and the steps that it shares with `attention_amx`.
 
-All work on a head's keys and values is done while they are in a near cache.
+All work on a head's keys and values is done while they are in a near cache. A `kernel` is compiled by numba, an
+`intrinsic` emits LLVM code by its `builder`. A vector has `LANES` floats; `wide` makes a float32 of a stored number.
 """
 
 from typing import NamedTuple
@@ -34,8 +35,9 @@ _BLOCK = 64  # positions that are checked together
 class AttentionTask(NamedTuple):
     """Queries of some rows over one sequence's keys and values in one layer, and workspaces.
 
-    The rows are row … row + rows − 1 of queries float32 [R, H·D], D a multiple of `LANES`. keys, values [G, positions,
-    D], of which the first `seen` are used; mask [rows, seen], or [rows, 0] for a chain; scale: of query · key.
+    The rows are row … row + rows − 1 of queries float32 [R, H·D]: R rows of the pass, H heads, D a multiple of `LANES`.
+    keys, values [G, positions, D] of G key heads, of which the first `seen` are used; mask [rows, seen], or [rows, 0]
+    for a chain; scale: of query · key.
     scores float32 [R·H, seen or more, a multiple of `LANES`]; sums float32 [R, H·D]; near float32 [NEAR, D], of this
     thread only.
     """
@@ -57,7 +59,7 @@ class AttentionTask(NamedTuple):
 def seen_by(task, row):
     """The number of positions up to the last one that a row sees."""
     mask, visible_count = task.mask[row - task.row], task.seen
-    if mask.shape[0] == 0:
+    if mask.shape[0] == 0:  # in a chain the last row sees all, the row before it one position fewer, …
         return visible_count - (task.rows - 1) + (row - task.row)
     while visible_count > 1 and wide(mask[visible_count - 1]) < _HIDDEN:
         visible_count -= 1
@@ -97,7 +99,7 @@ def softmax(scores, line, count, size, mask, scale):
         for j in range(count):
             line_scores[j] += wide(mask[j])
         first_gap = visible_count = _first_gap(mask, count)
-        for j in range(first_gap, count):
+        for j in range(first_gap, count):  # later visible scores move down into the gaps
             if wide(mask[j]) >= _HIDDEN:
                 line_scores[visible_count] = line_scores[j]
                 visible_count += 1
@@ -109,7 +111,7 @@ def softmax(scores, line, count, size, mask, scale):
         line_scores[j] = np.float32(0.0)
     if first_gap == count:
         return
-    for j in range(count - 1, first_gap - 1, -1):
+    for j in range(count - 1, first_gap - 1, -1):  # they move back
         if wide(mask[j]) < _HIDDEN:
             line_scores[j] = np.float32(0.0)
         else:
@@ -155,7 +157,7 @@ def _scores_of(keys_at_once):
 
 
 def _weighed(vectors):
-    """A function (weights, begin, values [positions, D], row, count, column, sums [D]) for `vectors` from `column` on.
+    """A function (weights, begin, values [positions, D], row, count, column, sums [D]) for so many `vectors`.
 
     sums[column:] += Σ_j weights[begin + j] · values[row + j] over `count` rows, in order.
     """
@@ -196,7 +198,7 @@ def attend(task, first_query, end_query, in_bf16, out):
     """For queries first_query … end_query − 1, write to out [R, H·D] means of values by softmax(scale · q · k + mask).
 
     Queries are numbered by key head, then by the task's rows, then by the heads that share a key head. Positions after
-    a row's last visible one are not read, so a row of a chain gets the same result as alone.
+    a row's last visible one are not read, so a row of a chain gets the same result as alone. in_bf16: out is rounded.
     """
     heads = task.queries.shape[1] // task.keys.shape[2]
     per_head = task.rows * heads // task.keys.shape[0]
@@ -249,6 +251,7 @@ def _attend_head(task, heads, key_head, first_query, end_query, in_bf16, out):
 
 @kernel
 def _widen(stored, begin, end, near):
+    """near[j] = stored[begin + j] as float32, begin + j < end."""
     for j in range(end - begin):
         for i in range(near.shape[1]):
             near[j, i] = wide(stored[begin + j, i])

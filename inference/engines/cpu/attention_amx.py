@@ -1,10 +1,12 @@
 # mypy: allow-untyped-defs
-"""Attention over bfloat16s by AMX, for 16 queries (`BLOCK`) of a key head at once.
+"""Attention over bfloat16s by AMX, Intel's matrix registers, for 16 queries (`BLOCK`) of a key head at once.
 
 A register has 16 lines of 32 bfloat16s (`STEP`), 64 bytes (`LINE`) each. Keys are read as they are stored: a register
 of 16 positions, times queries, gives scores with positions in rows. These are transposed for the softmax. A float32
 weight becomes two bfloat16s, whose sum it is: the nearest one and the remainder. 32 weights of each query fill one
-register, their remainders another. Values are interleaved by pairs of positions, as a right operand is read.
+register, their remainders another. Values are interleaved by pairs of positions, as a right operand is read. A `kernel`
+is compiled by numba, an `intrinsic` emits LLVM code by its `builder`. The body of a `loop` gets the loop's values, and
+returns new ones: here an empty list, `nothing` or `empty`.
 """
 
 import numpy as np
@@ -42,6 +44,7 @@ _SHORTS = ir.VectorType(_SHORT, LANES)
 
 
 def _bytes_of(builder, array):
+    """The address of an array's numbers as one of bytes."""
     return builder.bitcast(array.data, BYTE.as_pointer())
 
 
@@ -73,6 +76,7 @@ def _shorts(builder, values):
 
 
 def _vector_at(builder, address, vector_type):
+    """An address as one of a vector."""
     return builder.bitcast(address, vector_type.as_pointer())
 
 
@@ -198,7 +202,7 @@ def _split_weights(context, scores, line, steps):
 def _weigh_values(context, scores, line, values, seen, nothing, work, block, column):
     """block[i, column:][:32] = Σ_j weight j of a split line i of scores · values[j, column:][:32], j < seen.
 
-    nothing: 32 bfloat16 zeros; work: a workspace of 32 · 32 bfloat16s.
+    nothing: 32 bfloat16 zeros, not a loop's values; work: a workspace of 32 · 32 bfloat16s.
     """
 
     def make(context, builder, signature, arguments):
@@ -255,7 +259,7 @@ def _weigh_values(context, scores, line, values, seen, nothing, work, block, col
 
 
 # Offsets in a thread's workspace `near`, in rows of D floats: queries, later their results, [16, D]; queries as a right
-# operand; intermediate scores or values, 2 KiB; keys, if fewer than 16 are left, [16, D]; zeros.
+# operand; intermediate scores or values, 2 KiB if D is 32; keys, if fewer than 16 are left, [16, D]; zeros.
 _PACKED_AT, _WORK_AT, _TAIL_AT, _ZEROS_AT, USED = 16, 24, 40, 48, 50
 
 
@@ -263,7 +267,9 @@ _PACKED_AT, _WORK_AT, _TAIL_AT, _ZEROS_AT, USED = 16, 24, 40, 48, 50
 def attend_by_amx(task, first_query, end_query, in_bf16, out):
     """`attention.attend` for bfloat16 keys and values whose head dimension is a multiple of 32.
 
-    Queries are rounded to bfloat16. Weights of hidden positions are 0, but their values are read nevertheless.
+    task: an `AttentionTask`; its queries are numbered by key head, then by row, then by query head of the key head.
+    They are rounded to bfloat16. Weights of hidden positions are 0, but their values are read nevertheless. in_bf16:
+    the results are rounded, too. `task.near` and `task.scores` are workspaces.
     """
     width = task.keys.shape[2]
     queries_per_head = task.rows * (task.queries.shape[1] // width) // task.keys.shape[0]
@@ -285,7 +291,7 @@ def _attend_block(task, key_head, first, count, in_bf16, out):
     keys, values, near, scores = task.keys[key_head], task.values[key_head], task.near, task.scores
     key_count, width = task.seen, task.keys.shape[2]
     query_heads = task.queries.shape[1] // width
-    group = query_heads // task.keys.shape[0]
+    group = query_heads // task.keys.shape[0]  # query heads of a key head: query % group gives the head in it
     per_head, score_row = group * task.rows, task.row * query_heads + first  # lines of scores: one per query
     steps = -(-key_count // STEP)
     for i in range(count):

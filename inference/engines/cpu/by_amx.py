@@ -3,8 +3,10 @@
 
 A panel of pairs of bfloat16s is stored as that instruction reads it. It multiplies 16 rows in about the time of one
 row, and faster than memory delivers the weights, so a pass of few rows takes as long as a pass of one.
-A float32 is the sum of three bfloat16s. So in float32 three times as many rows are multiplied, and the results are as
-exact as those of floats.
+A float32 is the sum of three bfloat16s, its parts. So in float32 three times as many rows are multiplied, and the
+results are as exact as those of floats. A `kernel` is compiled by numba; an `intrinsic` emits LLVM code by its
+`builder`. A panel has the weights of `PANEL` outputs. A tile is some rows and some panels; a turn is one of the passes
+over the same panels for more rows than a register has.
 """
 
 import ctypes
@@ -42,7 +44,7 @@ STEP = 32  # inputs of a register: bfloat16s in a row of 64 bytes
 LINE = 64  # bytes of a row of a register, and of a cache line
 REGISTER = BLOCK * LINE
 _REGISTERS = 8
-_MOST = 4  # most panels read at once: registers hold their sums and `x`, and the others weights
+_MOST = 4  # most panels read at once: registers hold their sums and `x` (the rows), and the others weights
 _SUMS = PARTS * REGISTER  # bytes of the sums of a panel
 _ARCH_PRCTL, _ASK_FOR_STATE, _TILE_DATA = 158, 0x1023, 18  # of Linux on x86-64
 _SHORT = ir.IntType(16)
@@ -87,10 +89,11 @@ def _work_of_sums(context):
 
 @intrinsic
 def set_up(context, rows, panels):
-    """Configure the registers for blocks of `rows` rows; see `_add_block`."""
+    """Configure registers 0 … `panels` for `rows` rows, and the others, of weights, for 16; see `_add_block`."""
 
     def make(context, builder, signature, arguments):
         block_rows, panel_count = arguments
+        # Intel's format: byte 0: 1; from byte 16 on: bytes in a row of each register; from byte 48 on: their rows.
         tile_config = _lines(builder, LINE)
         cgutils.memset(builder, tile_config, LONG(LINE), 0)
         builder.store(BYTE(1), tile_config)
@@ -173,7 +176,7 @@ def _multiply_block(context, weights, x, depth, tile, work, at):
 
 @intrinsic
 def _put_sums(context, linear, out, work, row, rows, panel, apart, in_bf16):
-    """Write a panel's outputs for rows from `row` on, from the sums of parts that are `apart` rows apart; 0: of one."""
+    """Write a panel's outputs for rows from `row` on, from the sums of parts, `apart` rows apart; 0: x has one part."""
 
     def make(context, builder, signature, arguments):
         outputs = Outputs.of(context, builder, (linear, out), arguments[:2], arguments[-1])
@@ -210,7 +213,7 @@ def _sums_of_panel(context, work, index):
 
 @kernel
 def by_amx(linear, x, rows, begin, end, in_bf16, out):
-    """`products.product` for uint64 weights."""
+    """`passes.product` for uint64 weights (four bfloat16s): outputs begin … end − 1 of rows of x, to `out`."""
     part_count = x.shape[0] // rows
     turn_count = -(-rows // BLOCK)
     parts_per_block = part_count if part_count * rows <= BLOCK else 1  # parts of the same rows in one block
@@ -228,7 +231,7 @@ def by_amx(linear, x, rows, begin, end, in_bf16, out):
             for block in range(blocks):
                 tile = Tile(block * rows + row, count, panel, panel_count, turn * blocks + block, turn_count * blocks)
                 _multiply_block(linear.weights, x, step_count, tile, work, block * BLOCK)
-            stride = 0 if part_count == 1 else count if parts_per_block > 1 else BLOCK
+            stride = 0 if part_count == 1 else count if parts_per_block > 1 else BLOCK  # from part to part
             for index in range(panel_count):
                 _put_sums(linear, out, _sums_of_panel(work, index), row, count, panel + index * PANEL, stride, in_bf16)
             row += count

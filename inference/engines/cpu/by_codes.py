@@ -6,7 +6,8 @@ group's part of an output's sum is therefore scale · (Σ code · x − offset �
 products are those of the decoded weights, within the rounding of float32.
 
 x in bfloat16 is first rounded to integers of 8 bits (`coded.round_to_bytes`): one instruction then adds four products
-of integers, exactly. With integers q and a scale s of every 32 inputs, x is s · q.
+of integers, exactly. With integers q and a scale s of every 32 inputs, x is s · q. The `NOTES` of 32 inputs are Σ q of
+16 and Σ q of the other 16, int32, then s and s · Σ q, float32.
 
 `code_panels` lays the weights out: a panel is `PANEL` outputs, and a `PanelBlock` of it has the same block of inputs of
 all these outputs. `by_codes` multiplies rows of x by panels: it rounds x or sums it by groups (`_multiply_rows`), and
@@ -89,7 +90,7 @@ class _Tile(NamedTuple):
 def _sum_of_group(builder, tile, sums_address, group):
     """Σ x over a group of a row, in all lanes. sums_address: of the row's sums over `SUMMED` inputs, or notes."""
     inputs_per_sum, sum_stride, sum_offset = (ROUNDED, NOTES, SCALED_SUM) if tile.by_bytes else (SUMMED, 1, 0)
-    sum_count = tile.block.code_kind.group_size // inputs_per_sum
+    sum_count = tile.block.code_kind.group_size // inputs_per_sum  # > 0: kinds with minima have groups of 32 or more
     first_sum = builder.add(builder.mul(group, LONG(sum_count * sum_stride)), LONG(sum_offset))
     indices = [builder.add(first_sum, LONG(sum_stride * index)) for index in range(sum_count)]
     partial_sums = [builder.load(address_at(builder, sums_address, index, FLOAT), align=4) for index in indices]
@@ -155,7 +156,7 @@ def _dot_bytes(builder, tile, block_starts, group_number, codes_offset):
 
 
 def _add_eights(builder, tile, block_starts, eight_range, dots):
-    """`dots` with Σ code · x over some eights of inputs. A line's codes are unpacked once for all rows.
+    """`dots` with Σ code · x over some eights of inputs. A line's codes (see `PanelBlock`) are unpacked once.
 
     eight_range: offset of their group's codes in a block, the first one's number in group and row, their number.
     """
@@ -164,7 +165,7 @@ def _add_eights(builder, tile, block_starts, eight_range, dots):
     upper_bits, line_count = code_kind.bits - 4, code_kind.group_size // 8
     upper_offset = builder.add(codes_offset, LONG(LINE * line_count))
     uppers = []
-    if code_kind.bits in (5, 6):
+    if code_kind.bits in (5, 6):  # groups of 32 or of 16: one line has all upper bits of a group
         uppers = [load_vector(builder, start, upper_offset, WORDS) for start in block_starts]
         _prefetch_next(builder, tile, block_starts, [upper_offset])
     step_count, type_of_x, unpack = (2, INT, four_codes) if tile.by_bytes else (4, FLOAT, two_codes)
@@ -175,13 +176,14 @@ def _add_eights(builder, tile, block_starts, eight_range, dots):
         offsets = [builder.add(offset, LONG(LINE * line)) for line in range(lines_of_eight)]
         _prefetch_next(builder, tile, block_starts, offsets)
         words = [[load_vector(builder, start, line, WORDS) for line in offsets] for start in block_starts]
+        # A word has the upper bits of four of the eight codes.
         shift = builder.trunc(builder.mul(eight_index, LONG(4 * upper_bits)), ir.IntType(16))
         shifted = [builder.lshr(upper, in_all_words(builder, shift)) for upper in uppers] or [None] * len(block_starts)
         x_begin = builder.mul(builder.add(first_of_row, eight), LONG(2 if tile.by_bytes else 8))
         for step in range(step_count):
             panel_codes = [unpack(builder, code_kind, *codes, step) for codes in zip(words, shifted, strict=True)]
             input_codes = [panel_codes] if tile.by_bytes else [*zip(*panel_codes, strict=True)]
-            for index, panel_vectors in enumerate(input_codes):
+            for index, panel_vectors in enumerate(input_codes):  # bytes of x are in the order of `four_codes`, too
                 at = builder.add(x_begin, LONG(step * len(input_codes) + index))
                 inputs = [builder.load(address_at(builder, source, at, type_of_x), align=4) for source in tile.sources]
                 terms = [(codes, splat(builder, x)) for x in inputs for codes in panel_vectors]
@@ -329,7 +331,7 @@ def by_codes(linear, x, rows, begin, end, in_bf16, out):
     """`passes.product` for codes. The weights are int64 [panels, 2], flattened: of a panel its address, and that of the
     function that multiplies panels of its kind: void f(int64 *table), see `entries.codes_entry`.
 
-    x is float32, or bfloat16 where `HAS_BYTES`. in_bf16: whether `out` is rounded to bfloat16; known to the function.
+    x is float32, or bfloat16 where `HAS_BYTES`. in_bf16: round to bfloat16; not read: the function is compiled for it.
     """
     rows_at_once = max(_MOST_ROWS, min(_MOST_TOGETHER, _STACK // (2 * linear.inputs)))
     for row in range(0, rows, rows_at_once):

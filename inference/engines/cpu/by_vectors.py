@@ -1,5 +1,8 @@
 # mypy: allow-untyped-defs
-"""Products by vectors: rows of `x` in turns, a tile of sums in registers, each weight widened once per tile."""
+"""Products by vectors: rows of `x` in turns, a tile of sums in registers, each weight widened once per tile.
+
+A panel has the weights of `PANEL` outputs, a tile is some rows by some panels. Functions of a `builder` emit LLVM code.
+"""
 
 from typing import NamedTuple
 
@@ -60,7 +63,7 @@ class _Operands(NamedTuple):
     x: object
     outputs: Outputs
     number_types: dict
-    depth: object
+    depth: object  # stored numbers of an output, each for one input or two
     tile: Tile
 
 
@@ -71,7 +74,7 @@ def _add_tile(builder, operands, row_count, panel_count):
     added in the order of inputs. So a sum does not depend on other rows or other panels.
     """
     weight_type, x_type = operands.number_types["weights"], operands.number_types["x"]
-    widens = weight_type == types.uint32 and x_type == types.float32
+    widens = weight_type == types.uint32 and x_type == types.float32  # pairs of bfloat16s become floats
     kind = FLOAT if x_type == types.float32 else INT  # of x: a pair of bfloat16s is as wide as a float
     row_numbers = [builder.add(operands.tile.row, LONG(row)) for row in range(row_count)]
     lines = [row_of(builder, operands.x, number) for number in row_numbers]
@@ -123,7 +126,7 @@ def _multiply_tile(context, linear, x, out, depth, tile, in_bf16):
 
 @kernel
 def by_vectors(linear, x, rows, begin, end, in_bf16, out):
-    """`products.product` for weights other than uint64."""
+    """`passes.product` for weights other than uint64 and int64: outputs begin … end − 1 of rows of x, to `out`."""
     depth, turn_count = linear.inputs // weights_in(linear.weights), -(-rows // TILE)
     panel_count = _panels_of(-(-rows // turn_count))
     if end - begin < panel_count * PANEL:  # very few outputs: use the smallest tile

@@ -1,4 +1,8 @@
-"""The functions of `inference.core.ops` on a CPU, each in one compiled call; None for unsupported inputs."""
+"""The choice of tokens from logits, and masks of draft trees, on a CPU: each function is one compiled call.
+
+A call gets a table of addresses and numbers, whose indices `entries` defines, and bytes of weights, here 0: it runs in
+one thread. A result None: unsupported inputs.
+"""
 
 from collections.abc import Sequence
 from functools import cache
@@ -59,7 +63,7 @@ def likeliest_children(
     table[entries.X], table[entries.VALUES], table[entries.OUT], table[entries.WORK], table[entries.WEIGHTS] = (
         tensor.data_ptr() for tensor in (logits, values, indices, work, numbers)
     )
-    table[entries.EPS] = table[entries.WEIGHTS] + rows * numbers.itemsize
+    table[entries.EPS] = table[entries.WEIGHTS] + rows * numbers.itemsize  # the address of `sharpness`
     table[entries.ROWS], table[entries.INPUTS], table[entries.OUTPUTS] = rows, size, count
     call(_entry_of(entries.children_entry, logits.dtype), table, 0)
     return values, indices[0], indices[1]

@@ -1,5 +1,11 @@
 # mypy: allow-untyped-defs
-"""Stored rows of quantised weights laid out in panels, as `by_codes` reads them."""
+"""Stored rows of quantised weights laid out in panels, as `by_codes` reads them.
+
+A panel has the weights of `PANEL` outputs. A row is stored as blocks of inputs, a block as groups with a scale (and a
+minimum) each. A kind says how many bits a code has, and how many inputs a block and a group. A lane is an output.
+A line is a uint32 for each lane: eight codes of 4 bits, four of 8 bits, or upper bits of some eights. `PanelBlock` has
+the layout: a block's factors, the scales and minima of its groups and, from byte `header` on, the lines.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -13,7 +19,7 @@ from outrider.draft_models.formats.gguf_codes import (
     LONGEST,
     MOST_GROUPS,
     CodedRows,
-    compile_uncounted,
+    compile_uncounted,  # by numba, without counting references to slices
     in_threads,
     unpack,
 )
@@ -24,7 +30,7 @@ from outrider.inference.engines.cpu.vectors import PANEL
 
 @compile_uncounted
 def _pack_lines(first, second, shift, bits, by, lines):
-    """Write 1, 2 or 4 `bits` of eight codes, from a code's bit `shift` on, into each of `lines`, from its bit `by` on.
+    """Write 1, 2 or 4 `bits` of eight codes, from a code's bit `shift` on, into each number of `lines` from bit `by`.
 
     A number of `first` has codes 0 to 3 as bytes, one of `second` codes 4 to 7. Even codes go to the lower 16 bits, odd
     ones to the upper 16. Example: first 0x03020100, second 0x07060504, bits 4, shift 0 and by 0 give 0x7531_6420.
@@ -32,14 +38,15 @@ def _pack_lines(first, second, shift, bits, by, lines):
     mask, mask2 = ((1 << bits) - 1) * 0x01010101, (1 << (2 * bits)) - 1
     for index in range(len(lines)):
         low, high = (first[index] >> shift) & mask, (second[index] >> shift) & mask
-        low, high = low | low >> (16 - bits), high | high >> (16 - bits)
+        low, high = low | low >> (16 - bits), high | high >> (16 - bits)  # codes 0, 2 and 1, 3 side by side
         even, odd = (low & mask2) | (high & mask2) << (2 * bits), (low >> 8 & mask2) | (high >> 8 & mask2) << (2 * bits)
         lines[index] |= np.uint32((even | odd << 16) << by)
 
 
 @compile_uncounted
 def _pack_group(code_kind, first_fours, second_fours, lines):
-    """Write a group's codes: those of 8 bits in lines of four, else the lower 4 bits and then the upper bits."""
+    """Write a group's codes: those of 8 bits in lines of four, in the order of `panel_block.four_codes`, else the
+    lower 4 bits and then the upper bits."""
     if code_kind.bits == 8:
         for line in range(code_kind.group_size // 4):
             begin, bit_shift = line // 2 * PANEL, 16 * (line % 2)
@@ -63,7 +70,7 @@ def _fill_panels(kind_number, code_kind, header, raw, panels, codes, turned, sca
 
     Loops over lines are long, so that they are compiled to vectors. The last four arguments are workspaces: codes uint8
     [16, inputs]; turned uint32 [2, inputs / 8 · 16], the first and the second four of every eight codes of each output;
-    scales and minima uint8 [groups].
+    scales and minima uint8 [groups]. header: bytes of a block before its codes.
     """
     fours, inputs = codes.view(np.uint32), code_kind.group_size * code_kind.block_groups
     group_fours = code_kind.group_size // 8 * PANEL  # numbers of each half of `turned` for a group

@@ -1,5 +1,9 @@
 # mypy: allow-untyped-defs
-"""Elementwise operations on rows between products, `LANES` numbers at a time."""
+"""Elementwise operations on rows between products, `LANES` numbers at a time.
+
+Compiled code calls an `intrinsic`, whose `make` emits LLVM code by a `builder`. in_bf16: numbers are rounded to
+bfloat16. The type uint16 stands for bfloat16.
+"""
 
 from llvmlite import ir
 from numba import types
@@ -62,6 +66,7 @@ def put_read(builder, values, array, array_type, row, column, in_bf16):
 
 
 def _only(builder, vector):
+    """The sum of a vector's lanes, a float."""
     return builder.extract_element(sums_of_lanes(builder, [vector]), INT(0))
 
 

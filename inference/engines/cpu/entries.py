@@ -2,6 +2,7 @@
 """Compiled passes as C functions, for a team of threads that is not Python's.
 
 A function is called with the address of a table of addresses and numbers, int64. The constants below are its indices.
+Types of stored numbers: uint16 is a bfloat16; uint32 and uint64 are two and four of them; int64 are addresses of codes.
 """
 
 import zlib
@@ -138,7 +139,8 @@ def _linear_at(table, weight_type, in_number):
 def product_entry(weight_type: NumberType, x_type: NumberType, dtype: NumberType, files_crc: int = _FILES_CRC) -> CFunc:
     """`product` over a whole layer as a C function void f(int64 *table).
 
-    weight_type, x_type, dtype: the types of weights, operands and outputs.
+    weight_type, x_type, dtype: the types of weights, operands and outputs. A store to `out` rounds to its type, so
+    `in_bf16` of `product` is False.
     """
     pack_size, part_count = _PACK_SIZES.get(weight_type, 1), parts_of(weight_type, dtype)
 
@@ -158,7 +160,7 @@ def codes_entry(kind_number: int, x_type: NumberType, out_type: NumberType, file
 
     It is compiled by itself, as all that multiply by codes share it.
     """
-    inputs_per_sum = codes.ROUNDED // codes.NOTES if x_type is np.int8 else codes.SUMMED  # inputs
+    inputs_per_sum = codes.ROUNDED // codes.NOTES if x_type is np.int8 else codes.SUMMED  # of `sums`
 
     @_entry
     def entry(address):
@@ -229,7 +231,7 @@ def children_entry(dtype: NumberType, files_crc: int = _FILES_CRC) -> CFunc:
 
 
 def head_entry(weight_type: NumberType, x_type: NumberType, dtype: NumberType, files_crc: int = _FILES_CRC) -> CFunc:
-    """`product` over a whole layer of a norm's output, as a C function void f(int64 *table).
+    """`product` over a whole layer of a norm's output, as of a model's last norm and head; void f(int64 *table).
 
     weight_type, x_type, dtype: as in `product_entry`; the norm's input and its weight NORMS are also of type `dtype`.
     WORK, float32: epsilon, which is given; then, for each thread, [2 · INPUTS] for the weight and a row, followed by
@@ -309,7 +311,7 @@ def layers_entry(weight_type: NumberType, x_type: NumberType, dtype: NumberType,
         )
         work = _workspace_of(table, shape, x_type, part_count)
         cos, sin = array_at(table[COS], dtype), array_at(table[SIN], dtype)
-        texts = carray(array_at(table[TEXTS], np.int64), (table[COUNT], 7))
+        texts = carray(array_at(table[TEXTS], np.int64), (table[COUNT], 7))  # see `passes.BEGIN`
         pass_rows = PassRows(carray(cos, (rows, width)), carray(sin, (rows, width)), texts)
         x, out = carray(array_at(table[X], dtype), (rows, dim)), carray(array_at(table[OUT], dtype), (rows, dim))
         # Every thread writes the same values, and changes them only after all threads have arrived once.

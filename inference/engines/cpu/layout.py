@@ -1,4 +1,8 @@
-"""The layout of a linear layer's weights for this engine, their multiply kernels, and calls of compiled functions.
+"""The layout of a linear layer's weights for the CPU engine, its multiply kernels, and calls of compiled functions.
+
+The weights of `PANEL` (16) outputs stand together, input by input: a panel. A way is a kernel that multiplies them. An
+entry is a compiled C function; its argument is the address of a table of int64s, with addresses and sizes at the
+indices that `entries` defines. Weights by codes (`CodedLinear`) stay quantised, as their file stores them.
 
 Separate threads would compete with PyTorch's. Between two of its operations OpenMP's threads do not sleep: they spin,
 each on its own core. So our functions run in these threads, by the call that compilers generate for `#pragma omp
@@ -90,21 +94,21 @@ def _alone(function: int) -> "ctypes._CFunctionType":
     return ctypes.CFUNCTYPE(None, ctypes.c_int64)(function)
 
 
-SHARE = 2**15  # least bytes of weights per thread for which several threads pay
+SHARE = 2**15  # bytes of weights per thread from which on several threads pay
 Make = Callable[..., CFunc]  # one of `entries`, for some `NumberType`
-STORED: dict[torch.dtype, NumberType] = {
+STORED: dict[torch.dtype, NumberType] = {  # the bits of 16-bit floats, as integers
     torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16, torch.int8: np.int8,
     torch.int64: np.int64,
 }  # fmt: skip
-_TRIAL_SIZE = (16 * PANEL, 512)  # outputs and inputs of a timed product, whose weights stay in a near cache
-_REPEATS = 20
+_TRIAL_SIZE = (16 * PANEL, 512)  # outputs and inputs of a timed product
+_REPEATS = 20  # timed products, after one that is not
 Way = Literal["floats", "pairs", "amx", "codes"]
 
 
 class WeightLayout(NamedTuple):
     """The layout of weights, and the dtypes of computations with them."""
 
-    weight_dtype: torch.dtype  # of the weights
+    weight_dtype: torch.dtype  # of the stored weights
     together: int  # adjacent inputs of an output that are stored together: 2 for bfloat16s, else 1
     way: Way  # the multiply kernel: one weight, pairs of bfloat16s, by AMX, or by codes
     dtype: torch.dtype  # of activations and results
@@ -122,14 +126,14 @@ class WeightLayout(NamedTuple):
         if dtype != torch.bfloat16 and "pairs" in able:  # float32s would lose their lower digits
             able.remove("pairs")
         choice_key = f"bfloat16 weights in {_name(dtype)}" + ("" if fits_steps else f" (inputs in no steps of {STEP})")
-        way = settle(  # AMX is by far the fastest
+        way = settle(  # as recorded by a run that is resumed; else AMX, by far the fastest, or the fastest in a timing
             choice_key, able, lambda: "amx" if "amx" in able else min(able, key=lambda w: seconds_of_product(w, dtype))
         )
         return cls(weight_dtype, 2, way, dtype)
 
     @property
     def parts(self) -> int:
-        """The number of bfloat16s whose sum is a number of `x`; 1 if numbers are not split."""
+        """The number of bfloat16s whose sum is a number of x in `operand`; 1 if numbers are not split."""
         return entries.parts_of(self._numbers, STORED[self.dtype])
 
     @property
@@ -140,6 +144,7 @@ class WeightLayout(NamedTuple):
 
     @property
     def _numbers(self) -> NumberType:
+        """The type by which kernels read weights: pairs of bfloat16s are uint32, or uint64 (two pairs) for AMX."""
         if self.way == "amx":
             return np.uint64
         return np.uint32 if self.together == 2 else STORED[self.weight_dtype]
@@ -151,7 +156,7 @@ class WeightLayout(NamedTuple):
     def panels(self, linear: Linear) -> Tensor:
         """A layer's weights in this layout; of codes the table of their panels."""
         if isinstance(linear, CodedLinear):
-            x_dtype = torch.int8 if self.read == torch.bfloat16 else self.read  # see `round_row`
+            x_dtype = torch.int8 if self.read == torch.bfloat16 else self.read  # rows are rounded to int8
             return code_table(linear.parts, lambda kind: _address(entries.codes_entry, kind, x_dtype, self.dtype))
         weight = linear.codes if isinstance(linear, Int8Linear) else linear.weight.detach().to(self.weight_dtype)
         return in_panels(weight, self.together)
@@ -159,7 +164,7 @@ class WeightLayout(NamedTuple):
     def numbers(self, linear: Linear) -> int:
         """How many numbers `panels` returns for a layer."""
         if self.way == "codes":
-            return 2 * (linear.out_features // PANEL)
+            return 2 * (linear.out_features // PANEL)  # two addresses of each panel
         return linear.out_features * linear.in_features
 
     def operand(self, x: Tensor) -> Tensor:
@@ -174,10 +179,7 @@ class WeightLayout(NamedTuple):
 
 
 def fewest_bytes(linears: Sequence[Linear]) -> torch.dtype:
-    """The smallest dtype that represents the weights of layers of one type exactly.
-
-    Weights that were bfloat16s originally are stored as bfloat16s.
-    """
+    """The smallest dtype that holds the weights of layers of one type exactly: bfloat16 if they were bfloat16s once."""
     if isinstance(linears[0], Int8Linear):
         return torch.int8
     for dtype in (torch.bfloat16, torch.float16):
@@ -187,10 +189,8 @@ def fewest_bytes(linears: Sequence[Linear]) -> torch.dtype:
 
 
 def in_panels(weight: Tensor, pair_size: int = 1) -> Tensor:
-    """A weight [out, in] in the order in which the kernels read it: panels [out / PANEL, in, PANEL], flattened.
-
-    pair_size: the number of adjacent inputs of an output, [out / PANEL, in / together, PANEL, together].
-    """
+    """A weight [out, in] in the order in which the kernels read it: panels [out / PANEL, in, PANEL], flattened. With
+    pair_size adjacent inputs of an output stored together: [out / PANEL, in / pair_size, PANEL, pair_size]."""
     return weight.view(-1, PANEL, weight.shape[1] // pair_size, pair_size).transpose(1, 2).flatten()
 
 
@@ -202,7 +202,7 @@ def out_of_panels(panels: Tensor, output_count: int, pair_size: int) -> Tensor:
 
 @cache
 def _address(make: Make, weights: NumberType | int, operand: torch.dtype, dtype: torch.dtype) -> int:
-    with Stage(f"compiling {make.__name__}"):
+    with Stage(f"compiling {make.__name__}"):  # weights: for `codes_entry` the number of a kind of codes
         address = make(weights, STORED[operand], STORED[dtype]).address
     assert address is not None
     return address
@@ -232,10 +232,8 @@ def ways() -> tuple[Way, ...]:
 
 @cache
 def seconds_of_product(way: Way, dtype: torch.dtype) -> float:
-    """Measured seconds of one thread for a product of some rows with weights in a near cache.
-
-    On some processors the instruction for pairs takes as long as four products of floats.
-    """
+    """Measured seconds of one thread for a product of `TILE` rows with weights in a near cache. On some processors the
+    instruction for pairs takes as long as four products of floats."""
     output_count, input_count = _TRIAL_SIZE
     layout = WeightLayout(torch.bfloat16, 2, way, dtype)
     weights = torch.ones(output_count, input_count, dtype=torch.bfloat16)
@@ -250,6 +248,6 @@ def seconds_of_product(way: Way, dtype: torch.dtype) -> float:
     seconds = []
     for _ in range(1 + _REPEATS):
         started = time.perf_counter()
-        call(entry, table, 0)
+        call(entry, table, 0)  # 0 bytes: in one thread
         seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds[1:])
+    return statistics.median(seconds[1:])  # the first one reads the weights into the cache

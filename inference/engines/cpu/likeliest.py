@@ -1,9 +1,10 @@
 # mypy: allow-untyped-defs
-"""The argmax of a row of numbers, by vectors; and the most probable (row, token) pairs of several rows of logits.
+"""Compiled: the argmax of a row of numbers, and the most probable (row, token) pairs of several rows of logits.
 
-The second takes one compiled call instead of a softmax and searches. Logits are read twice, `LANES` at a time: for the
-maximum of each group of `LANES`, and for the sum of exponentials. After that it searches only groups whose maximum is
-large enough to enter the results.
+`likeliest_children` is one call instead of a softmax and searches. It reads logits twice, `LANES` (16) at a time, the
+lanes of a vector: for the maximum of each group of `LANES`, and for the sum of exponentials. Then it searches only
+groups whose maximum is large enough to enter the results. The function `make` of an `@intrinsic` emits its LLVM code.
+Stored numbers may be bfloat16s; `wide` returns their float32.
 """
 
 import math
@@ -34,22 +35,21 @@ from outrider.inference.engines.cpu.vectors import (
 
 @intrinsic
 def _maxima_of_lanes(context, row, best, block):
-    """Write each lane's maximum in `row` [≥ LANES] to best float32 [LANES], its first vector to block int32 [LANES].
-
-    Returns whether any of the numbers is NaN. Numbers after the last whole vector are not read.
-    """
+    """Write each lane's maximum in `row` [≥ LANES] to best float32 [LANES], its first vector's index to block int32
+    [LANES]. Returns whether any number is NaN. Numbers after the last whole vector are not read."""
 
     def make(context, builder, signature, arguments):
         of_row, of_best, of_block = arrays_of(context, builder, signature.args, arguments)
         zero_lanes = ir.Constant(INTS, [0] * LANES)
 
         def look(index, values):
-            lane_maxima, lane_blocks, odd = values
+            lane_maxima, lane_blocks, nan_flags = values
             numbers = load_floats(builder, of_row.data, builder.mul(index, LONG(LANES)), row.dtype)
             larger = builder.fcmp_ordered(">", numbers, lane_maxima)
             indices = splat(builder, builder.trunc(index, ir.IntType(32)))
-            odd = builder.or_(odd, builder.sext(builder.fcmp_unordered("uno", numbers, numbers), INTS))
-            return [builder.select(larger, numbers, lane_maxima), builder.select(larger, indices, lane_blocks), odd]
+            nan_flags = builder.or_(nan_flags, builder.sext(builder.fcmp_unordered("uno", numbers, numbers), INTS))
+            lane_maxima = builder.select(larger, numbers, lane_maxima)
+            return [lane_maxima, builder.select(larger, indices, lane_blocks), nan_flags]
 
         count = builder.sdiv(cgutils.unpack_tuple(builder, of_row.shape, 1)[0], LONG(LANES))
         first_vector = load_floats(builder, of_row.data, LONG(0), row.dtype)
@@ -126,7 +126,7 @@ def _sum_of_exponentials(context, row, peak, sharpness):
 
 @kernel
 def _enter(value, row, column, values, rows, columns):
-    """Insert a value that is larger than the last one at its rank; equal ones stay before it."""
+    """Insert a value that is larger than the last of values [k], which descend. Equal values stay before it."""
     rank = values.shape[0] - 1
     while rank > 0 and values[rank - 1] < value:
         values[rank], rows[rank], columns[rank] = values[rank - 1], rows[rank - 1], columns[rank - 1]
@@ -152,7 +152,7 @@ def likeliest_children(logits, weights, sharpness, maxima, values, rows, columns
         _group_maxima(row, maxima)
         peak = wide(row[vocabulary - 1])
         for group in range(tail_begin // LANES):
-            peak = peak if maxima[group] <= peak or peak != peak else maxima[group]
+            peak = peak if maxima[group] <= peak or peak != peak else maxima[group]  # NaN stays NaN
         for column in range(tail_begin, vocabulary):
             peak = peak if wide(row[column]) <= peak or peak != peak else wide(row[column])
         if not abs(peak) < np.float32(np.inf):

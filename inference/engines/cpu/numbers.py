@@ -1,5 +1,8 @@
 # mypy: allow-untyped-defs
-"""Primitives of compiled passes: stored numbers, and waiting for other threads."""
+"""Primitives of compiled passes: numbers as they are stored (bfloat16s as their bits, uint16), and waits for threads.
+
+numba compiles the function that an `@overload` returns for the arguments' types. `make` of an `@intrinsic` emits LLVM.
+"""
 
 import os
 
@@ -56,6 +59,7 @@ def _put_in(array, index, value, in_bf16):
 
 @kernel
 def bits_of_bfloat16(value):
+    """The upper 16 bits of a float32, rounded to the nearest bfloat16, ties to even; NaN stays NaN."""
     bits = np.float32(value).view(np.uint32)
     rounded_bits = np.uint32(bits + np.uint32(0x7FFF) + np.uint32((bits >> np.uint32(16)) & np.uint32(1)))
     return np.uint32(0x7FC0) if value != value else np.uint32(rounded_bits >> np.uint32(16))
@@ -71,7 +75,7 @@ def rounded(value, in_bf16):
 
 @intrinsic
 def array_at(context, address, like):
-    """An address as a pointer to numbers of the type of those of `like`."""
+    """An address as a pointer to numbers of the type of those in the array `like`."""
     pointer_type = types.CPointer(like.dtype)
 
     def make(context, builder, signature, arguments):
@@ -82,7 +86,7 @@ def array_at(context, address, like):
 
 @intrinsic
 def array_of(context, address, shape, like):
-    """An array at an address, of numbers like those of `like`; unlike numba's `carray`, also in a `kernel`."""
+    """An array at an address, of the type of numbers of `like`; unlike numba's `carray`, also in a `kernel`."""
     array_type = types.Array(like.dtype, len(shape), "C")
 
     def make(context, builder, signature, arguments):
@@ -124,7 +128,7 @@ def arrived(context, counter):
 
 @kernel
 def wait(counter, threads, turn):
-    """Wait until all threads have arrived for the `turn`-th time, counted from 1."""
+    """Wait until all threads have called this for the `turn`-th time, counted from 1. counter int64 [1]: 0 at first."""
     if threads == 1:
         return
     arrive(counter)

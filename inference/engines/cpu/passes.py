@@ -5,7 +5,8 @@ Such a pass reads each weight once, which is the lower bound of its time. In PyT
 and views of a microsecond or more each, and products of one row that a library does not parallelise at all. Here every
 thread runs all layers. It computes its part of each product's outputs and of each head's attention, and waits for the
 others when it needs their results. Results are rounded to bfloat16 at the same points as in the operations that this
-replaces. A row of a chain gets the same result as alone, bit for bit.
+replaces. A row is one token of the pass. A row of a chain, whose rows follow one another, gets the same result as
+alone, bit for bit; rows of a tree have a mask. A panel has the weights of `PANEL` (16) outputs.
 """
 
 from typing import NamedTuple
@@ -28,14 +29,14 @@ def product(linear, x, rows, begin, end, in_bf16, out):
     """Compute out[r, c] for outputs begin … end − 1: scale of c · (x[r] · weights of c) + bias of c.
 
     begin and end are multiples of `PANEL`. in_bf16: round to bfloat16. The dtype of the weights (see `Linear`) selects
-        the kernel when a call is compiled:
+    the kernel when a call is compiled:
 
-            weights                               kernel      x [rows, inputs]
-            uint64, bfloat16s for AMX             by_amx      bfloat16; if [3 · rows, inputs], row r is the sum of x[r],
-                                                              x[rows + r] and x[2 · rows + r]
-            int64, addresses of panels of codes   by_codes    float32 or bfloat16
-            uint32, pairs of bfloat16s            by_vectors  float32 or bfloat16
-            another                               by_vectors  float32
+        weights                               kernel      x [rows, inputs]
+        uint64, bfloat16s for AMX             by_amx      bfloat16; if [3 · rows, inputs], row r is the sum of x[r],
+                                                          x[rows + r] and x[2 · rows + r]
+        int64, addresses of panels of codes   by_codes    float32 or bfloat16
+        uint32, pairs of bfloat16s            by_vectors  float32 or bfloat16
+        another                               by_vectors  float32
     """
 
 
@@ -59,7 +60,7 @@ def stored_numbers(outputs, inputs, in_number):
 
 
 class LayerShape(NamedTuple):
-    """Sizes of every layer of a stack. hidden: d; heads, key_heads, width: H, G and D; inner: n, of the MLP."""
+    """Sizes of every layer. hidden: d; heads, key_heads: H, G; width: D, of a head; inner: n, of the MLP."""
 
     hidden: int
     heads: int
@@ -69,11 +70,9 @@ class LayerShape(NamedTuple):
 
 
 class Layers(NamedTuple):
-    """The layers of a stack, one row per layer.
-
-    A layer has four products, whose weights, scales and biases stand one after the other in this order: the joint one
-    of queries, keys and values [(H + 2G)·D, d], the attention's output [d, H·D], gate and up [2n, d], down [d, n].
-    """
+    """The L layers of a model, along the first axis. A layer has four products, whose weights, scales and biases stand
+    one after the other in this order: the joint one of queries, keys and values [(H + 2G)·D, d], the attention's output
+    [d, H·D], gate and up [2n, d], down [d, n]."""
 
     weights: np.ndarray  # [L, …], each product's as in `Linear`
     scales: np.ndarray  # float32 [L, outputs of all products]
@@ -89,7 +88,7 @@ BEGIN, ROWS, KEYS, VALUE_OFFSET, SLOTS, PAST, MASK = range(7)
 
 
 class PassRows(NamedTuple):
-    """The rows of a pass, those of several texts, one text after another."""
+    """The R rows of a pass, those of several texts, one text after another."""
 
     cos: np.ndarray  # [R, D]
     sin: np.ndarray  # [R, D]
@@ -97,10 +96,8 @@ class PassRows(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """The workspace of a thread, float32. All threads share the arrays without an axis T.
-
-    x of a product may be bfloat16 instead, or have 3R rows (see `product`).
-    """
+    """The workspace of a thread, float32; x of a product may be bfloat16 instead, or have 3R rows (see `product`). All
+    threads share the arrays without an axis T."""
 
     rank: int  # the thread's number
     threads: int  # T
@@ -111,7 +108,7 @@ class Workspace(NamedTuple):
     normed: np.ndarray  # [T, R, d], outputs of a norm: x of the first and the third product
     scores: np.ndarray  # as in `AttentionTask`
     sums: np.ndarray  # as in `AttentionTask`
-    near: np.ndarray  # [T, NEAR, D], a thread's keys or values for the attention
+    near: np.ndarray  # [T, `attention.NEAR`, D], a thread's keys or values for the attention, widened to float32
     hidden: np.ndarray  # [R, d], hidden states
     arrived: np.ndarray  # int64 [1], the counter of `wait`, 0 before a pass
 
@@ -177,7 +174,7 @@ def rotate_and_store(shape, layer, pass_rows, weight, head_eps, work):
 
 
 def _attend(weights, task, begin, end, in_bf16, out):
-    """`attend`, by AMX if products with these weights are and the cache is of bfloat16s. See `_way_of`."""
+    """`attend`, by AMX (Intel's matrix registers) if products with these weights are and the cache is of bfloat16s."""
 
 
 @overload(_attend)

@@ -1,6 +1,7 @@
 """The choice of multiply kernels on a CPU: measured once per run, then recorded.
 
-Kernels round differently, so in 16 bits the choice may change a token: it must not depend on a new timing.
+Kernels round differently, so in 16 bits the choice may change a token: it must not depend on a new timing. A choice is
+the answer to a question. Example: "bfloat16 weights in float32" → "floats", the name of a kernel.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,21 +14,19 @@ import torch
 from outrider.base.errors import UserError
 from outrider.base.words import list_words
 
-_answers: ContextVar[dict[str, str] | None] = ContextVar("choices", default=None)
-_is_imposed: ContextVar[bool] = ContextVar("imposed", default=False)
-_is_ruled: ContextVar[bool] = ContextVar("ruled", default=False)
-_RULE_ORDER = ("amx", "at once", "blocked", "floats", "plain")  # the first one that is possible
+_answers: ContextVar[dict[str, str] | None] = ContextVar("choices", default=None)  # by question; None: not recorded
+_is_imposed: ContextVar[bool] = ContextVar("imposed", default=False)  # a resumed run: new questions are errors
+_is_ruled: ContextVar[bool] = ContextVar("ruled", default=False)  # see `decide_by_rule`
+_RULE_ORDER = ("amx", "at once", "blocked", "floats", "plain")  # of all answers, the first that is possible
 
 Answer = TypeVar("Answer", bound=str)
 
 
 @contextmanager
 def record_choices(choices: Mapping[str, str] | None = None) -> Iterator[dict[str, str]]:
-    """Inside the context, models are laid out by the answers in `choices`, or by measurement if that is None.
-
-    Yields the answers by question; new ones are added as they are made, so every caller gets the same. A nested context
-    shares the outer one's answers. `settle` raises `UserError` for a given choice that is not possible here.
-    """
+    """Inside the context, models are laid out by the answers in `choices`, or by measurement if that is None. Yields
+    the answers by question; new ones are added as they are made, so every caller gets the same. A nested context shares
+    the outer one's answers. `settle` raises `UserError` for a given choice that is not possible here."""
     outer_answers = _answers.get()
     if outer_answers is not None:
         yield outer_answers
@@ -57,7 +56,7 @@ def settle(question: str, possible_answers: Sequence[Answer], choose: Callable[[
     possible_answers: the answers that are possible here. They may differ between machines, but not between callers.
     """
     if _is_ruled.get():
-        return min(possible_answers, key=lambda answer: (*_RULE_ORDER, answer).index(answer))
+        return min(possible_answers, key=lambda answer: (*_RULE_ORDER, answer).index(answer))  # others are last
     answers = _answers.get()
     if answers is None:
         return choose()

@@ -1,7 +1,8 @@
 # mypy: allow-untyped-defs
 """LLVM vector code of compiled functions: numbers are loaded, multiplied and stored `LANES` at a time.
 
-Also a linear layer as compiled products read it, and the conversion of sums to its outputs.
+Functions with a `builder` emit instructions. `Linear` is a linear layer as compiled products read it, and `Outputs`
+converts sums to its outputs. Stored bfloat16s are uint16, their bits.
 """
 
 from typing import NamedTuple
@@ -19,7 +20,7 @@ PARTS = 3  # bfloat16s whose sum is a float32
 BYTE, INT, LONG, FLOAT = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 FLOATS, INTS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES)
 ZEROS = ir.Constant(FLOATS, [0.0] * LANES)
-_FUSED_FLAGS = ("contract",)
+_FUSED_FLAGS = ("contract",)  # a product and a sum may be one instruction, which rounds once
 try:
     FEATURES = llvmlite.binding.get_host_cpu_features()  # beyond LLVM's baseline
 except RuntimeError:  # LLVM does not know this processor
@@ -76,7 +77,7 @@ def add_product(builder, total, factor, other_factor):
 
 
 def prefetch_line(builder, address):
-    """Prefetch the line at an address."""
+    """Prefetch the cache line at an address: to read (0), with locality 2 of 3, as data (1)."""
     function_type = ir.FunctionType(ir.VoidType(), [BYTE.as_pointer(), INT, INT, INT])
     prefetch = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
     builder.call(prefetch, [builder.bitcast(address, BYTE.as_pointer()), INT(0), INT(2), INT(1)])
@@ -92,7 +93,7 @@ def nearest_bfloat16(builder, values):
 
 
 def rounded(builder, values, in_bf16):
-    """Floats, rounded to bfloat16 if `in_bf16`."""
+    """Floats, rounded to bfloat16 if the LLVM boolean `in_bf16` is true."""
     upper = builder.and_(nearest_bfloat16(builder, values), splat_int(0xFFFF0000))
     return builder.select(in_bf16, builder.bitcast(upper, FLOATS), values)
 
@@ -110,7 +111,7 @@ def store_floats(builder, values, start, index, number_type, in_bf16):
 
 
 def exponential(builder, x):
-    """eˣ of floats to two units in the last place: 2ⁿ · e^(x − n·ln 2). 0 below −87."""
+    """eˣ of floats to two units in the last place: 2ⁿ · e^(x − n·ln 2). 0 below −87. Constants of Cephes' expf."""
     is_low = builder.fcmp_ordered("<", x, splat_float(-87.0))
     x = builder.select(is_low, splat_float(-87.0), x)
     x = builder.select(builder.fcmp_ordered(">", x, splat_float(88.0)), splat_float(88.0), x)
@@ -146,10 +147,8 @@ def loop(builder, count, initial_values, body):
 
 
 def sums_of_lanes(builder, vectors):
-    """A vector of the lane sums of each of 1 or 8 vectors.
-
-    Lanes i and i + 8 are added first, then i and i + 4, and so on. So a sum does not depend on the other vectors.
-    """
+    """A vector of the lane sums of each of 1 or 8 vectors. Lanes i and i + 8 are added first, then i and i + 4, and so
+    on. So a sum does not depend on the other vectors."""
     lane_count = LANES
     while lane_count > 1:
         pairs = zip(vectors[::2], vectors[1::2], strict=True) if len(vectors) > 1 else [(vectors[0], None)]
@@ -211,7 +210,8 @@ def _weights_of(weights):
 
 
 class Tile(NamedTuple):
-    """`rows` rows from `row` on and `panels` panels from output `panel` on; turn `turn` of `turns` at these panels."""
+    """`rows` rows of x from `row` on times `panels` panels from output `panel` on. If more rows share these panels,
+    this tile is the number `turn` of the `turns` tiles that read the panels."""
 
     row: int
     rows: int
@@ -233,7 +233,7 @@ class Outputs(NamedTuple):
     @classmethod
     def of(cls, context, builder, array_types, arguments, in_bf16):
         """From the arguments of an intrinsic that are a `Linear` and `out`, of these types."""
-        arrays = *cgutils.unpack_tuple(builder, arguments[0])[2:], arguments[1]
+        arrays = *cgutils.unpack_tuple(builder, arguments[0])[2:], arguments[1]  # 2 on: scales, biases
         structures = arrays_of(context, builder, (*array_types[0].types[2:], array_types[1]), arrays)
         return cls(*structures, number_type=array_types[1].dtype, in_bf16=in_bf16)
 
@@ -242,23 +242,21 @@ class Outputs(NamedTuple):
         return tuple(load_floats(builder, array.data, column, types.float32) for array in (self.biases, self.scales))
 
     def put(self, builder, total, bias_scale, row, column):
-        """Scale a vector of sums, add biases, and store it in a row of the outputs."""
+        """Scale a vector of sums, add biases, and store it in a row of the outputs. bias_scale: (biases, scales)."""
         value = add_product(builder, bias_scale[0], total, bias_scale[1])
         store_floats(builder, value, row_of(builder, self.out, row), column, self.number_type, self.in_bf16)
 
 
 def distances_ahead(builder, panel_size, panel_count, turn, turns):
-    """For each of `panel_count` panels of `panel_size`: how far ahead this turn prefetches, 0 if another turn does it.
-
-    So the next panels are fetched while these are used, and each turn fetches a share of them.
-    """
+    """For each of `panel_count` panels: how far ahead this turn prefetches, in the unit of `panel_size`; 0 if another
+    turn does it. So the next panels are fetched while these are used, and each turn fetches a share of them."""
     panel_turns = [builder.sdiv(builder.mul(turns, LONG(panel)), LONG(panel_count)) for panel in range(panel_count)]
     fetch_flags = [builder.icmp_signed("==", number, turn) for number in panel_turns]
     return [builder.select(fetches, builder.mul(panel_size, LONG(panel_count)), LONG(0)) for fetches in fetch_flags]
 
 
 def switch_between(builder, cases, case_value, emit_case):
-    """Emit a switch that runs add(case) for the one of `cases` that equals `case_value`."""
+    """Emit a switch that runs emit_case(case) for the one of `cases` that equals `case_value`."""
     end_block = builder.append_basic_block("after")
     switch = builder.switch(case_value, end_block)
     for case in cases:

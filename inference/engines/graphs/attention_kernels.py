@@ -1,6 +1,8 @@
 """The attention kernel of fixed-shape passes: measured once per run directory, and recorded.
 
-Kernels round differently, so in half precision the choice may change a token: it must not depend on a new timing.
+A fixed-shape pass has one of a few numbers of rows and reads one of a few numbers of cache positions, so a CUDA graph
+can replay it. Kernels round differently, so in half precision the choice may change a token: it must not depend on a
+new timing.
 """
 
 import time
@@ -36,14 +38,14 @@ def _built_kernels(dtype: torch.dtype) -> ModuleType | None:
         from outrider.inference.engines.graphs import triton_kernels as kernels
 
         kernels.try_all("cuda", dtype)  # GPUs before Ampere have no bfloat16
-    except Exception as error:  # of any kind: everything works without them, with more kernel launches
+    except Exception as error:  # of any kind: all works without Triton, with more kernel launches
         print(f"warning: passes on this GPU go without Triton ({reason(error)})", flush=True)
         return None
     return kernels
 
 
 def kernels_on(layers: RunnableLayers) -> tuple[str, ...]:
-    """The kernels available for attention of `layers` over a filled cache."""
+    """The names of the kernels available for attention of `layers` over a filled cache."""
     return KERNELS if triton_kernels(layers.device, layers.dtype) is None else (*KERNELS, SPLIT)
 
 
@@ -60,10 +62,8 @@ def use_kernel_on(layers: RunnableLayers, name: str) -> AbstractContextManager[N
 
 
 def kernel_for(choices: Iterable[KernelChoice], layers: RunnableLayers, row_count: int, key_count: int) -> str:
-    """The choice measured at the nearest width and length, by ratio; the first of `KERNELS` for unmeasured attention.
-
-    Only attention of a target's layers is measured, not that of an EAGLE-3 head's own layers.
-    """
+    """The choice measured at the nearest width and length, by ratio; the first of `KERNELS` for unmeasured attention,
+    as that of an EAGLE-3 head's own layers."""
     shape = None if layers.layered is None else attention_shape(layers.layered)
     matching = [c for c in choices if (c.heads, c.key_heads, c.head_dim) == shape]
     distances = [abs(log2(choice.width / row_count)) + abs(log2(choice.keys / key_count)) for choice in matching]
@@ -79,10 +79,8 @@ def attention_shape(stack: LayerStack) -> tuple[int, int, int]:
 
 @torch.inference_mode()
 def measure_kernels(stacks: Sequence[LayerStack], max_positions: int) -> tuple[KernelChoice, ...]:
-    """The fastest kernels for texts of up to `max_positions` tokens, for every attention shape among `stacks`.
-
-    Temporarily allocates one cache.
-    """
+    """The fastest kernels for texts of up to `max_positions` tokens, for every attention shape among the models
+    `stacks`. Temporarily allocates one cache."""
     graph_pool = GraphPool()
     choices_by_shape: dict[tuple[int, int, int], list[KernelChoice]] = {}
     for stack in stacks:
@@ -95,7 +93,7 @@ def _measure_stack(stack: LayerStack, max_positions: int, graph_pool: GraphPool)
     """The fastest kernels for one stack. A timed pass reads the KV caches of all layers, so that none is in L2."""
     query_heads, key_heads, head_dim = shape = attention_shape(stack)
     zeros = partial(torch.zeros, dtype=stack.dtype, device=stack.device)
-    cache = zeros(len(stack.layers), 2, 1, key_heads, max_positions, head_dim)
+    cache = zeros(len(stack.layers), 2, 1, key_heads, max_positions, head_dim)  # 2: keys and values
     choices = []
     for key_count in _lengths(max_positions):
         for row_count in WIDTHS:
@@ -122,6 +120,7 @@ def _lengths(max_positions: int) -> list[int]:
 
 
 def _time_replays(graph: torch.cuda.CUDAGraph) -> float:
+    """The seconds of `REPLAYS` replays."""
     graph.replay()
     torch.cuda.synchronize()
     started = time.perf_counter()

@@ -8,6 +8,10 @@ Masked values that a pass reads must be finite, since 0 · NaN is NaN. So a cach
 for every generation, dropped rows are cleared, and padding rows write to slots that no pass reads.
 
 Without CUDA the same passes run uncaptured: slower than `TargetSession`, for tests.
+
+A session decodes one text. In a round a drafter proposes a tree of tokens and the target verifies it. A row is a token
+that runs in the round, and its slot is its index in the cache. The layers are split at one layer: drafters that share
+the target's first layers run the first half (pass "first") while they draft, the rest of the target runs afterwards.
 """
 
 import weakref
@@ -31,19 +35,17 @@ Key = tuple[str, int, int]  # of a graph: the name of the pass, its rows, the ca
 
 
 class Graphed(Runtime):
-    """Makes sessions whose buffers and graphs are reused by later generations.
-
-    An arena serves one generation at a time; a concurrent one gets another arena.
-    """
+    """Makes sessions whose buffers and graphs are reused by later generations. An arena serves one generation at a
+    time; a concurrent one gets another arena."""
 
     name = "graphed"
 
     def __init__(self, smallest: int = SMALLEST_BUCKET) -> None:
         """smallest: the fewest cache positions that a pass reads."""
         self.smallest = smallest
-        self._arenas: dict[tuple[int, int], Arena] = {}
+        self._arenas: dict[tuple[int, int], Arena] = {}  # by id of the layers, and split
         self.captures = 0
-        self.positions: int | None = None
+        self.positions: int | None = None  # of the longest text, if `prepare` was called
         self.kernels: tuple[KernelChoice, ...] = ()
 
     def choose_kernels(self, targets: Sequence[Target], positions: int) -> tuple[KernelChoice, ...]:
@@ -51,15 +53,18 @@ class Graphed(Runtime):
         return measure_kernels([stack for stack in layer_stacks if stack is not None], positions)
 
     def prepare(self, positions: int, kernels: Sequence[KernelChoice]) -> None:
-        """See `Runtime.prepare`. Longer texts get their own buffers and graphs."""
+        """Expect texts of up to `positions` tokens, and use `kernels`. Longer texts get separate buffers and graphs."""
         self.positions, self.kernels = positions, tuple(kernels)
 
     def forget_idle(self) -> None:
-        """See `Runtime.forget_idle`."""
-        self._arenas = {key: arena for key, arena in self._arenas.items() if arena.busy}
+        """Free the arenas that no session uses."""
+        self._arenas = {layers_and_split: arena for layers_and_split, arena in self._arenas.items() if arena.busy}
 
     def session(self, target: Target, split: int | None, capacity: int, context: int | None = None) -> Session:
-        """As `eager_session(target, split, capacity, context)`. A target that runs as a whole has no fixed shapes."""
+        """A session with up to `capacity` cache slots, for a text of up to `context` tokens (None: `capacity`).
+
+        split: the number of layers in the first half; None: all. A target that runs as a whole has no fixed shapes.
+        """
         if target.layered is None:
             return WholeSession(target, capacity, context)
         return self.layer_session(target.layered, split, capacity, context)
@@ -67,7 +72,7 @@ class Graphed(Runtime):
     def layer_session(
         self, layers: RunnableLayers, split: int | None, capacity: int, context: int | None = None
     ) -> "GraphedSession":
-        """As `TargetSession(layers, split, capacity, context)`."""
+        """As `session`, for layers. Slots beyond the context are for the rows of a round."""
         split = len(layers.layers) if split is None else split
         round_rows = capacity - (capacity if context is None else context)
         arena = self._arenas.get((id(layers), split))
@@ -98,7 +103,7 @@ class Arena:
         self.capacity = self.limit + WIDTHS[-1]
         self.first_cache = KVCache(range(split), self.capacity, clean=True)
         self.second_cache = KVCache(range(split, len(layers.layers)), self.capacity, clean=True)
-        self.draft_caches: dict[int, tuple[object, KVCache]] = {}  # caches of other layers, by owner
+        self.draft_caches: dict[int, tuple[object, KVCache]] = {}  # of other layers, by id of the owner: (owner, cache)
         self.upload = Upload(self.rows, layers.device)
         self.buffers: dict[tuple[str, int], Tensor] = {}
         self.outputs: dict[str, int] = {}  # number of outputs of each pass
@@ -128,12 +133,13 @@ class Arena:
             self._user = None
 
     def draft_cache(self, owner: object, layers: range) -> KVCache:
+        """The cache for a drafter's own layers, which belong to `owner`."""
         if id(owner) not in self.draft_caches:
             self.draft_caches[id(owner)] = (owner, KVCache(layers, self.capacity, clean=True))
         return self.draft_caches[id(owner)][1]
 
     def buffer(self, name: str, output_index: int, like: Tensor, row_count: int) -> Tensor:
-        """The input (index −1) or output of a pass: like `like` [1, n, …] or [n], but with `row_count` rows."""
+        """A pass's input (index −1) or output, made at first use: like `like` [1, n, …] or [n], of `row_count` rows."""
         if (name, output_index) not in self.buffers:
             shape = (row_count,) if like.dim() == 1 else (1, row_count, *like.shape[2:])
             self.buffers[name, output_index] = like.new_zeros(shape)
@@ -145,10 +151,8 @@ class Arena:
         return FixedView(self.upload, row_count, key_count, self.limit, self.layers, cache)
 
     def run_pass(self, name: str, pass_: Pass, x: Tensor, view: FixedView, by_row: bool) -> list[Tensor]:
-        """Run `pass_`, which its name must identify uniquely; returns its output buffers.
-
-        by_row: output rows are stored at their row numbers, and stay valid until the round ends.
-        """
+        """Run `pass_`, which its name must identify uniquely; returns its output buffers. by_row: output rows are
+        stored at their row numbers, and stay valid until the round ends."""
 
         def run() -> None:
             with view.cache.at(view.slots, view.key_count):
@@ -212,16 +216,16 @@ class GraphedSession(TargetSession):
 
     @property
     def step(self) -> Callable[[Tensor], Tensor] | None:
-        return None if self.split else self._step
+        return None if self.split else self._step  # its graph needs all layers in one cache
 
     def _step(self, token: Tensor) -> Tensor:
-        """One token of plain decoding: the host only launches a graph and reads the result."""
+        """The token after `token` [1] in plain decoding: the host only launches a graph and reads the result."""
         arena, stack = self._arena, self.stack
         upload, token_buffer = arena.upload, arena.buffer("step", -1, token, 1)
         if token.data_ptr() != token_buffer.data_ptr():
             token_buffer.copy_(token)
-        if upload.alone_at != self.base:
-            upload.send(RoundRows((-1,)).layout(self.base, 0, 1), 1)
+        if upload.alone_at != self.base:  # else the last step left the data of this row on the device
+            upload.send(RoundRows((-1,)).layout(self.base, 0, 1), 1)  # one row, which has no parent
         view = arena.view(1, self.base + 1, self.second_cache)
 
         def run() -> None:
@@ -240,22 +244,25 @@ class GraphedSession(TargetSession):
 
     @property
     def hidden(self) -> Tensor:
+        """The hidden states [1, rows, d] of the round's rows between the two halves."""
         if self._hidden:  # the prompt's
             return super().hidden
         return self._arena.buffers["first", 0][:, : self.rows]
 
-    def _remember(self, hidden: Tensor, start: int) -> None:
-        if not self.base:
-            super()._remember(hidden, start)
+    def _remember(self, hidden: Tensor, first_row: int) -> None:
+        """Keep the hidden states of rows start, start + 1, … for the property `hidden`."""
+        if not self.base:  # the prompt's
+            super()._remember(hidden, first_row)
         else:
             hidden_buffer = self._arena.buffer("first", 0, hidden, self._arena.rows + WIDTHS[-1])
-            hidden_buffer = hidden_buffer[:, start : start + hidden.shape[1]]
+            hidden_buffer = hidden_buffer[:, first_row : first_row + hidden.shape[1]]
             if hidden_buffer.data_ptr() != hidden.data_ptr():  # of a pass without a graph
                 hidden_buffer.copy_(hidden)
 
     def _run(
         self, name: str, pass_: Pass, x: Tensor, layout: RowLayout, cache: KVCache, logit_count: int | None = None
     ) -> tuple[Tensor, ...]:
+        """Run rows start … stop − 1 of `layout`; the pass's outputs [1, n, …]. logit_count: see `run_draft_layers`."""
         row_count = layout.stop - layout.start
         # Graphs do not help prompts, passes wider than any bucket, and passes of an embedding alone.
         if not self.base or row_count > WIDTHS[-1] or layout.stop > self._arena.rows or not cache.layers:

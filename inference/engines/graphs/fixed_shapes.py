@@ -2,7 +2,9 @@
 
 A graph always runs the same kernels at the same addresses and shapes. So a pass is padded to a width of `WIDTHS` and
 reads a fixed number of cache slots, its keys. `Upload.send` copies what differs between passes to the device, and
-`FixedView` computes positions, slots and masks from the copy inside the graph. The terms are those of `Session`.
+`FixedView` computes positions, slots and masks from the copy inside the graph. In a round a draft is made and
+verified. A row is a token that runs in the round; row 0 is the last committed token, the root of the draft. A row's
+slot is its index in the cache, and its depth the distance from the root.
 
 Example: the text has 10 committed positions. A round has the rows "the", "cat" and "dog", both under "the". They run as
 a pass of width 4 over 16 keys. The upload is base = 10, start = 0, stop = 3, depths = (0, 1, 1, 0, …) and a row of
@@ -34,9 +36,9 @@ _HEAD = 3  # numbers before the depths: base, start, stop
 class Upload:
     """The data of a pass on the device: base, first row, end, depths of all rows, ancestors of each row of the pass.
 
-    They are packed as bytes for a single copy: 8 · (3 + rows) bytes of int64, then 64 · rows bytes of bool. A graph
+    base: the committed positions before row 0. rows: the most rows of a round.
+    The data are packed for a single copy: 8 · (3 + rows) bytes of int64, then 64 · rows bytes of bool. A graph
     reads the views `base`, `start` and `stop` int64 [], `depths` int64 [rows] and `ancestors` bool [64, rows].
-    rows: the most rows of a round.
     """
 
     def __init__(self, rows: int, device: torch.device):
@@ -60,7 +62,7 @@ class Upload:
         host_buffer = self._hosts[self._turn]
         copy_event = self._copy_events[self._turn] if self._copy_events else None
         self._turn = (self._turn + 1) % len(self._hosts)
-        if copy_event is not None:
+        if copy_event is not None:  # the device may still read this buffer, used `UPLOADS` passes ago
             copy_event.synchronize()
         nbytes = self._number_bytes + width * self.rows
         self._write(host_buffer[:nbytes], layout, width)
@@ -112,7 +114,7 @@ class FixedView:
 
     @property
     def positions(self) -> Tensor:
-        """Positions [1, width]."""
+        """Positions [1, width]: base + depth; of committed rows, which have negative numbers, base + row."""
         rows, depths = self.rows, self.upload.depths
         offsets = torch.where(rows < 0, rows, depths[rows.clamp(0, self.upload.rows - 1)])
         return (self.upload.base + offsets)[None]
@@ -122,6 +124,7 @@ class FixedView:
         return self.layers.rotary(self.positions)
 
     def masks(self) -> Masks:
+        """Additive masks [1, 1, width, key_count] by the layers' window sizes; by None of layers without a window."""
         base, depths = self.upload.base, self.upload.depths
         columns = torch.arange(self.key_count, device=base.device)  # [keys], cache slots
         columns_in_round = columns - base  # the row in each slot; negative for committed positions
@@ -141,6 +144,7 @@ class FixedView:
         return masks
 
     def logit_rows(self, hidden: Tensor) -> Tensor:
+        """All rows: a graph cannot select the rows whose logits are requested."""
         return hidden
 
 
@@ -157,11 +161,8 @@ def can_capture(device: torch.device) -> bool:
 
 
 class GraphPool:
-    """CUDA graphs that share a stream and scratch memory. They run one at a time, and live as long as the pool.
-
-    PyTorch frees cuBLAS's workspace of a stream when the first graph of that stream is freed. So each pool has its own
-    stream, and its graphs are freed together.
-    """
+    """CUDA graphs that share a stream and scratch memory. They run one at a time, and live as long as the pool: PyTorch
+    frees cuBLAS's workspace of a stream when the first graph of that stream is freed."""
 
     def __init__(self) -> None:
         self._graphs: list[torch.cuda.CUDAGraph] = []

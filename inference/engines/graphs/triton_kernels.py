@@ -5,7 +5,8 @@ Such a pass reads each weight once, and its products are bound by that. The oper
 but in PyTorch they take some twenty launches per layer, each of which costs a microsecond or two. Rounding is the same
 as in the operations that these kernels replace: values that were rounded to the model's dtype still are.
 
-Importing this needs Triton, which comes with PyTorch's builds for CUDA.
+The arguments of a `…_kernel` are pointers to the tensors that the function after the kernel passes, their strides and
+their sizes, in numbers. Importing this needs Triton, which comes with PyTorch's builds for CUDA.
 """
 
 import torch
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+# The first four numbers determine how `attend` splits its work: the speed and the order of sums, nothing else.
 KEYS, BYTES = 64, 2**14  # at most: keys, and bytes of keys, that a program of `attend` processes at a time
 PROGRAMS = 264  # programs that occupy a GPU of some hundred SMs: keys are split among at most as many
 JOINED = 2**15  # numbers that a program of `_join_kernel` keeps in registers, at most
@@ -60,7 +62,7 @@ def _launch_norm(
     _norm_kernel[grid](x, added, weight, summed, normed, eps, width=width, block=block, adds=adds, num_warps=warps)
 
 
-# A program rotates one head of one row, or stores it if it is a value: see `rotate_and_store`.
+# A program handles one head of one token: it normalises and rotates queries and keys, and stores keys and values.
 @triton.jit
 def _place_kernel(
     heads, cos, sin, scales, slots, query, keys, values, eps,
@@ -242,7 +244,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: flo
     key_heads, key_count = keys.shape[1], keys.shape[2]
     heads_per_key, depth = query_heads // key_heads, max(_SMALLEST, triton.next_power_of_2(width))
     rows, itemsize = heads_per_key * n_queries, query.element_size()
-    block = min(64 // itemsize, max(_SMALLEST, triton.next_power_of_2(rows)))
+    block = min(64 // itemsize, max(_SMALLEST, triton.next_power_of_2(rows)))  # at most 32 rows in 16 bits, 16 in 32
     key_step = max(_SMALLEST, min(KEYS, BYTES // (depth * itemsize)))
     row_blocks, steps = triton.cdiv(rows, block), triton.cdiv(key_count, key_step)
     turns = triton.cdiv(steps, max(1, min(steps, PROGRAMS // (key_heads * row_blocks), JOINED // depth)))

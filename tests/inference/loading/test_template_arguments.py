@@ -130,7 +130,7 @@ def test_every_command_renders_with_them(
     own_prompts._write_texts(PromptsConfig(target=str(target), count=1, **given), opened, folder, join_processes())
     assert [prompt[: len(start)] for start in written] == written != []
     asked = AuditConfig(target=str(target), server="http://h:1", prompts=str(folder / "prompts.jsonl"), **given)
-    assert [*answers._prompts(asked, opened)] == [tuple(prompt)]
+    assert [*answers._names_by_prompt(asked, opened)] == [tuple(prompt)]
     model = outrider.load(str(target), device="cpu", **given)
     assert model.ids(TALK[:1]) == prompt
     assert model.ids(TALK[:1], "prompt", {"thinking": True}) == ids(TALK[:1], thinking=True) != prompt or not arguments
