@@ -62,8 +62,8 @@ _FEWEST_PROMPTS = 40  # that the target writes together
 TOKENISED_BYTES = 1.2e6  # of text that a core tokenises in a second
 # Bytes of text in a second that the small LM learns from at most: seven times the 12,000 of two cores (user_size.md).
 _LEARNT_BYTES: Mapping[Device, float] = {"cpu": 8e4, "cuda": 2e6}
-# The small LM with a corpus and a target of at least `_LARGE` parameters is wider: it learns from more text, and costs
-# little beside such a target (benchmarks/results/user_size.md).
+# The small LM with a corpus is wider unless the target is known to have fewer than `_LARGE` parameters: it learns from
+# more text, and costs little beside a large target (benchmarks/results/user_size.md).
 _LARGE = 5e8
 _WIDER = {"drafter.layers": 3, "drafter.hidden": 384, "drafter.heads": 6, "drafter.kv_heads": 2,
           "drafter.intermediate": 1024, "draft_vocabulary": 12288}  # fmt: skip

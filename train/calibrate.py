@@ -326,7 +326,7 @@ def save_head(
     head_facts: Mapping[str, object],
 ) -> None:
     """Fit the head's temperatures, write its scores, and store it with its drafter. Temperatures, one a position, scale
-    logits to calibrate survival: the product of the probabilities, that all tokens up to a position are accepted."""
+    logits to calibrate survival: the probability that all tokens up to a position are accepted, a product."""
     temper_scores = calibration_scores.temper_head(head, captured["heldout"], keep=config.odds)
     later_half = calibration_scores.rounds_of_later_half(captured["heldout"])  # the earlier half fits the temperatures
     scores = calibration_scores.score_head(head, captured["train"], capture.select_tested(later_half))

@@ -211,7 +211,7 @@ class EarlyExitStudent(Student):
             target=None if target_hidden is None else head_product(self.stack.head, expand(target_hidden)),
             top_k={name: expand(values) for name, values in top_k.items()},
         )
-        # Masks predict tokens again, so often on average. The loop divides by the number of supervised tokens alone.
+        # With masks a supervised token is predicted so often on average; the loop divides by the tokens alone.
         return {"loss_sum": loss / draft_rows.expected_predictions}
 
     def hidden(

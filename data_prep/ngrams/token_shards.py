@@ -4,7 +4,7 @@
 shard holds about `SHARD_CHARACTERS` of text; a long document continues in the next one. A shard's name is its index
 in the corpus and a hash of its input, and appears by a rename. Shard boundaries depend on text and tokenizer alone. So
 an existing shard is valid whoever wrote it, and the bytes do not depend on the number of processes. An `Encoder` is a
-tokenizer: `encode` makes ids of texts, `vocabulary` is the number of ids, `rows` that of the model's embedding.
+tokenizer: `encode` makes ids of texts, `vocabulary` is the number of ids, `rows` that of a smaller embedding, or None.
 """
 
 import hashlib

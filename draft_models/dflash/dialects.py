@@ -6,7 +6,7 @@ speculators  vllm-project/speculators: the layer's config nested, aux hidden sta
 
 The drafter reads aux hidden states of the target at `taps`, boundaries of its layers: 0 is the embedding, i + 1 the
 output of layer i. A reading (`BlockReading`) is what a config says of the tensors. vLLM's blocks are shorter if it is
-told to draft fewer tokens than a block has. Facts of z-lab's model.py, speculators 0.9 and vLLM 0.33 (qwen3_dflash.py,
+told to draft fewer tokens than one drafts. Facts of z-lab's model.py, speculators 0.9 and vLLM 0.33 (qwen3_dflash.py,
 qwen3_dspark.py, eagle3_utils.py).
 
 To read a file: `dialect_of` and `read_config`. To write one: `config_of`, which reads its result again.

@@ -1,6 +1,6 @@
 """A block drafter: decoder layers that draft a block of tokens in one pass (DFlash; DSpark, with a Markov head).
 
-The *context* is the target's feature at each verified position: `fc` of its hidden states at k layers (aux hidden
+The *context* is the target's feature at each verified position: normed `fc` of hidden states at k layers (aux hidden
 states). A layer makes keys and values of features by its own matrices. The *block* is the text's last token, the root,
 whose feature is not known yet, and masks. Its rows stand at the positions after the context, and see the context and,
 unless the layer is causal, each other. Example with a block of 4:

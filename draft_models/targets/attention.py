@@ -77,7 +77,7 @@ def grouped_attention(
     """Scaled dot-product attention, called by transformers' attention modules.
 
     query [B, H, Q, D]; key, value [B, G, K, D] of G key heads. attention_mask is one of: bool [B or 1, 1, Q, K] with
-    True = attend; the same as an additive mask; a `Band`, for which K = Q + `Band.extra_keys`; `TextMasks`; None.
+    True = attend; the same as an additive mask; a `Band`, with any Q and K that its blocks name; `TextMasks`; None.
     Returns the output [B, Q, H, D] and None.
 
     softcap: scores become softcap · tanh(score / softcap) (Gemma 2). s_aux [H]: the score of an attention sink, which

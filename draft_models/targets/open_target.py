@@ -63,7 +63,7 @@ class OpenTarget:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer, which refuses texts with tokens that the embedding has no rows for (see `limit_rows`)."""
+        """The tokenizer, marked with the number of the embedding's rows, by which `require_rows` refuses ids."""
         return limit_rows(load_tokenizer(self.source, self.revision), self.config.get_text_config().vocab_size)
 
     @cached_property

@@ -16,7 +16,7 @@ from outrider.base.settings import Named, Positive, Settings, free, missing_erro
 
 FloatDtype = Literal["float32", "bfloat16", "float16", "float64"]
 Dtype = Literal["auto", FloatDtype]
-RunDtype = Literal["auto", "fast", FloatDtype]  # fast: bfloat16 also on a CPU that has instructions for it
+RunDtype = Literal["auto", "fast", FloatDtype]  # fast: as auto, but bfloat16 on a CPU that has instructions for it
 DecodeDtype = Literal["auto", "fast", "int8", FloatDtype]  # int8: weights of 8 bits
 # How far two distributions are apart (draft_models/losses.py).
 Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "acceptance", "kl_tv"]

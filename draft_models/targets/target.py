@@ -147,8 +147,8 @@ class Target(Runnable, Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Feed tokens [n] at positions [n] after the contents of `cache`; visible [row, key]: bool [n, cached + n].
 
-        Returns the last hidden states [n, d], and next-token logits [n, V], with `last_only` of the last row only [1,
-        V].
+        Returns the last hidden states [n, d], and next-token logits [n, V]; with `last_only` only those of the last
+        row, [1, V].
         """
 
 
@@ -162,7 +162,7 @@ class RunnableLayers(Runnable, Protocol):
     def windows(self) -> Sequence[int | None]: ...  # how many positions each layer sees; None: all
 
     @property
-    def tables(self) -> tuple[tuple[Tensor, Tensor], ...]: ...  # cos and sin [P, D] at the P reserved positions
+    def tables(self) -> tuple[tuple[Tensor, Tensor], ...]: ...  # of each: cos and sin [P, D] at P reserved positions
 
     def reserve(self, position_count: int) -> None:
         """Prepare `rotary` for positions 0..position_count−1."""

@@ -53,8 +53,8 @@ class JudgedToken(NamedTuple):
     position: int  # in the answer
     token: int
     likeliest: int  # the likeliest token in its place
-    # Of a greedy token: how far its logit is below the best logit, in rounding errors. Of a sampled token: the
-    # probability to draw a token that is no likelier.
+    # Of an outlier (see `AuditArm`): how far its logit is below the best logit, or beyond the cuts, in rounding errors.
+    # Of another sampled token: the probability to draw a token that is no likelier.
     off: float
 
 

@@ -180,7 +180,7 @@ class Answering:
     folder: Path
     shard_numbers: Iterator[int]  # of the shards that this process may write
     limit: TimeLimit
-    is_main: bool  # whether this process prints
+    is_main: bool  # whether this process prints, and writes seconds.json
 
     def __post_init__(self) -> None:
         self.limit = replace(self.limit, started=self.limit.clock())  # this run begins now

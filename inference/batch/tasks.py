@@ -54,7 +54,7 @@ class Answer:
     ended: bool = False  # by an end token, not by the limit of tokens
     top: TopK | None = None
     retokenised: bool = False  # whether the tokens are of a text, as a server gave no ids
-    failure: str = ""  # why there are no tokens, else empty: memory | not_a_number | server | retokenised
+    failure: str = ""  # why it is no usable answer, else empty: memory | not_a_number | server | retokenised
 
     @property
     def content(self) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ ROUND = MOST_NODES + 1  # rows of a round for which a budget has room: a largest
 class PassRequest:
     """The pass that a text waits for: `pass_` over its input x [1, n, …] or [n]. Passes of one kind can be joined."""
 
-    kind: tuple[int, int, str]  # (id of the layers, number of layers that a drafter shares, name of the pass)
+    kind: tuple[int, int, str]  # (id of the layers, the session's split, name of the pass)
     pass_: Pass
     x: Tensor
     view: TextView

@@ -191,7 +191,7 @@ class TargetSession(Session):
         return self.round.layout(self.base, start, stop)
 
     def _remember(self, hidden: Tensor, first_row: int) -> None:
-        """Keep the hidden states of rows start, … for the property `hidden`. Only `GraphedSession` uses `first_row`."""
+        """Keep hidden states of rows first_row, … for the property `hidden`. Only `GraphedSession` uses `first_row`."""
         self._hidden.append(hidden)
 
     def _run(
@@ -253,7 +253,7 @@ class WholeSession(Session):
     """Runs a model by its own forward.
 
     `feed` only records rows, and `finish` runs all of them. So nothing of the target is computed while drafting, and
-    drafters read only tokens and `target_hidden`.
+    drafters read only tokens, `target_hidden` and the top tokens of rows.
     """
 
     def __init__(self, lm: Target, capacity: int, context: int | None = None):

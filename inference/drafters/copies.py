@@ -25,7 +25,7 @@ _NEXT_PROB = 0.8  # of every later token
 _FILLING = 1e-6  # path probability of padding tokens, which fill a draft up to a length to be timed
 _PARENTS = np.arange(-1, MOST_NODES - 1)  # of a chain
 _PATH_PROBS = [first * _NEXT_PROB ** np.arange(MOST_NODES) for first in _FIRST]  # by the length of the matched n-gram
-_LOSS = 0.01  # the share of plain decoding's speed that wrong drafts may cost
+_LOSS = 0.01  # see `Allowance`; half of its default, as each short generation starts with the full allowance
 
 
 class PromptLookup(Drafter):

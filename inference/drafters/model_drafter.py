@@ -33,7 +33,7 @@ class ModelDrafter(Drafter):
         self.split, self.aux_layers, self.max_rows = model.split, model.aux_layers, structure.max_rows
         if isinstance(model, OnePass):
             structure.max_depth = min(structure.max_depth, model.pass_tokens)
-            # The pass is shortened to the tokens that are drafted, but not for a tree, where all rows cost little.
+            # Shorten the pass to the drafted tokens; of a tree only an unlimited pass, as else all rows cost little.
             if isinstance(structure, Chain) or model.pass_tokens == UNLIMITED:
                 model.pass_tokens = structure.steps(model.pass_tokens)
 

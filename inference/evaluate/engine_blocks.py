@@ -61,7 +61,7 @@ class Block:
 
     version: of the engine. load: of the machine when the block ended. results: a repeat counts as one more turn of a
     prompt. seconds: by arm, of all prompts together. counts: the rounds of a server, and how many of them accepted at
-    least 1, 2, … drafted tokens; None if the results have the rounds.
+    least 1, 2, … drafted tokens; None if the results have the rounds, empty if the server tells neither.
     """
 
     key: BlockKey

@@ -134,7 +134,7 @@ def config_with_drafter(config: EvaluateConfig, setup: TargetSetup, checkpoint: 
     Raises `UserError` where there is no drafter, or one that learned by another template than that of `setup`.
     """
     kind = kind_in(checkpoint)
-    if kind is None or kind.preset is None:  # all kinds with a file have a preset: this is for the type checker
+    if kind is None or kind.preset is None:  # the latter for the type checker: kinds with a file have a preset
         raise UserError(f"checkpoint={checkpoint}: {no_drafter_in(Path(checkpoint))}")
     [(name, method)] = config.methods.items()
     methods = {name: method} if method.source == kind.name else {kind.preset: preset(kind.preset)}

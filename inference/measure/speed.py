@@ -74,7 +74,7 @@ def prefill_seconds(results: Sequence[PromptResult], arm: str, streams: Streams)
 
 
 def tokens_per_second(results: Sequence[PromptResult], arm: str, *, prefill: bool = False) -> float | None:
-    """Decoded tokens per second over all prompts; None for an arm that decoded none. prefill: included."""
+    """Decoded tokens per second over all prompts; None for an arm without any. prefill: with its time and token."""
     generations = [r.generations[arm] for r in results if arm in r.generations]
     timed_generations = [g for g in generations if prefill or len(g.tokens) > 1]
     total_seconds = sum(g.decode_seconds + prefill * g.prefill_seconds for g in timed_generations)

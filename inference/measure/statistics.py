@@ -292,7 +292,7 @@ class PlainToken:
     """The mean time of a token of plain decoding, in microseconds, and its parts; None if no token was decoded.
 
     host: what is outside the model's pass: choosing the token and transferring it, cache bookkeeping, stop strings and
-    the loop. On CUDA the token is timed with synchronisation, which makes pass and host longer.
+    the loop; host_share: of 1. On CUDA the token is timed with synchronisation, which makes pass and host longer.
     """
 
     token_us: float | None = None

@@ -63,7 +63,7 @@ class DraftVocabulary:
 class Conditions:
     """What the methods of a run have in common: the models, the settings, and the conditions of the measurement.
 
-    dtype: of the target's weights; the target computes in `computes_in`. kernels: by attention shape. processes: the
+    dtype: of the target's weights; the target computes in `computes_in`. kernels: by what they compute. processes: the
     most that measured at a time. threads: the number of prompts by CPU threads. prompts_given: with those that a time
     limit (`minutes`) left out. overlap, doctor, draft_vocabularies, trained_seconds: by kind of drafter; doctor: the
     findings of an examination of the drafters. origin: what the prompts are to the drafters, as a sentence. digests: of

@@ -1,6 +1,6 @@
 """Settings of the runtime: of what decodes, and of evaluate-checkpoint and replay, which measure it.
 
-An option is a field. `opt`: results depend on the option; `free`: none does; debug=: the value in a rehearsal, which
+An option is a field. `opt`: results depend on the option; `free`: they do not; debug=: the value in a rehearsal, which
 runs on tiny models. Its help stands in the call, or as a string below the field. `only`: when the option is read.
 A method is a drafter with its settings. A `Kind` describes a kind of drafters, which is the `source` of a method.
 `Settings` runs the `check_fields` of each class, those of bases first.

@@ -175,6 +175,6 @@ class BestLength(StopRule):
         return rate
 
     def gain(self) -> float:
-        """As `Survival.gain`, of the best length, which this updates."""
+        """As `Survival.gain`, but by the expected rate alone, of the best length, which this updates."""
         costs, rate = self._tuning.costs_now, self._choose_length()
         return (rate - 1 / costs.autoregressive) * costs.chain_seconds(self.length)

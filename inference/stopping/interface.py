@@ -22,7 +22,7 @@ Value = TypeVar("Value")
 
 
 class Source(Protocol):
-    """A draft model during one round, as a stop rule reads it. A row: a token that is fed to the model.
+    """A draft model in one round: a structure feeds it, a stop rule reads it. A row: a token that is fed to the model.
 
     hidden [n, d_D]: the drafter's last hidden states at the n rows fed last; target_hidden [1, d_T]: the target's last
     hidden state at the last verified position. to_probs: turns logits into draft distributions; None under greedy

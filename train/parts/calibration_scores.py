@@ -111,7 +111,7 @@ def predict_acceptance(head: CalibrationHead, captured: Batch) -> Tensor:
 
 
 def logits_of(head: CalibrationHead, captured_tokens: Batch) -> Tensor:
-    """The head's logits [n]. captured: see `capture`; confidence is the draft's own probability q of the token."""
+    """The head's logits [n]. captured_tokens: of `capture`; confidence is the draft's probability q of the token."""
     names = ("target_hidden", "draft_hidden", "position")
     return head(*(captured_tokens[name] for name in names), captured_tokens["confidence"].log())
 

@@ -99,7 +99,7 @@ def write_records(
     record_parts: tuple[str, Mapping[str, object]] | None = None,
     shape: str = "",
 ) -> None:
-    """Write the card of a finished drafter, a README.md, then the record of its training; print that both are saved.
+    """Write the card of a finished drafter, a README.md, then any record of its training; print that it is saved.
 
     usage: how the drafter is used, the text of the card. card_facts: rows of the card about this kind of drafter.
     metrics: names of metrics in `result`, which the card and the printed line show. record_parts: the name of a file in

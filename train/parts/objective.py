@@ -49,8 +49,8 @@ def draft_loss(
     else from its cached top k: top_ids, top_logprobs [..., k] and tail [...], the probability of all other tokens.
     draft_tokens [k]: the draft vocabulary, part of the target's `vocab_size`; None: all. shares [...]: weights of the
     positions. slots: which slot (place in a draft) of which draft each position is. Kind cat weights a position by the
-    target's probabilities of the draft's earlier labels, dpace by the accepted tokens to expect from the slot on by the
-    drafter's. `labels` [B, N] then begin with the columns of the packed rows.
+    target's probabilities of the draft's earlier labels, dpace by the number of accepted tokens that the drafter's
+    probabilities promise from the slot on. `labels` [B, N] then begin with the columns of the packed rows.
     """
     classes = draft_indices(labels, draft_tokens, vocab_size)
     if slots is not None:

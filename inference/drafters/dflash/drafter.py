@@ -100,7 +100,7 @@ class BlockPasses(BesideTarget):
 
         hidden, logits = self.session.run_rows("block", block_pass, tokens, chain_parents(0, len(tokens)))
         self.session.first_cache.keep(self.session.base, ())
-        self.session.start_round()  # the block is dropped, and its entries in the cache are
+        self.session.start_round()  # the block is dropped, as its entries in the cache were in the line before
         first_row = 0 if reading.sample_from_anchor else 1  # the root's row drafts, too, or only masks' rows
         self.hidden = hidden[0, first_row:]
         return logits[0, first_row:]

@@ -63,7 +63,7 @@ class Eagle3DraftModel(BesideTarget):
         return self._run_pairs(torch.cat([self._tokens, tokens]), self._aux_hidden)
 
     def _run_pairs(self, tokens: Tensor, aux: Tensor) -> Tensor:
-        """Run pairs: tokens [n], aux hidden states [1, n, taps · d]; returns the last one's logits [1, vocabulary]."""
+        """Run pairs: tokens [n], aux hidden states [1, n, taps · d]; returns the logits [1, K] after the last pair."""
         head = self.head
 
         def pairs_pass(x: Tensor, view: View) -> tuple[Tensor, Tensor]:
@@ -101,7 +101,7 @@ class Eagle3DraftModel(BesideTarget):
             self.session.commit(range(self._pairs))
             self._aux_hidden, new_tokens = aux, tokens[1:]  # the root's pair has run
             self._tokens = self._tokens[:0]
-        else:  # nothing was drafted in this round
+        else:  # the head did not run in this round
             self._aux_hidden, new_tokens = torch.cat([self._aux_hidden, aux], dim=1), tokens
         self._tokens = torch.cat([self._tokens, torch.tensor(new_tokens, dtype=torch.long, device=self._tokens.device)])
 

@@ -1,6 +1,6 @@
 """Drafting from an n-gram table: ADED's tri-gram search with adaptation (arXiv 2407.12021), and a mixture of contexts.
 
-A table counts what follows what in a corpus. Both read tokens only. Of a `Drafter`'s fields, `max_rows` is the most
+A table counts what follows what in a corpus. No drafter runs a model. Of a `Drafter`'s fields, `max_rows` is the most
 nodes of a draft, and `sizes` chooses the number of nodes by measured costs; None: the number is fixed.
 """
 

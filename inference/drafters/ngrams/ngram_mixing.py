@@ -215,7 +215,7 @@ def _add_suffixes(sources, length, mass, floor, scratch, count):
 def predict_tokens(sources, length, floor, scratch):
     """Write likely tokens after the `length` tokens in `scratch.recent` and their P, unordered; returns their number.
 
-    sources: `Sources` of mixture.py, which calls this. Contributions below `floor` are left out.
+    sources: `Sources` of mixture.py. Contributions below `floor` are left out.
     """
     contexts, slots = sources.contexts, scratch.slots
     prob_mass, count = 1.0, 0

@@ -57,7 +57,7 @@ class SmallLMDraftModel(BesideTarget):
             )
         self.target_session = session
         self.vocabulary = session.vocabulary
-        self._last = lm_model.last_id(self.lm)  # the last id of its embedding
+        self._last = lm_model.last_id(self.lm)  # the highest id that it can read; UNLIMITED with a draft vocabulary
         prompt = self._clamp(session.tokens.to(self.lm.device))
         self.session = session.draft_session(self.lm)
         self._feed_prompt(prompt)

@@ -156,7 +156,7 @@ def _dot_bytes(builder, tile, block_starts, group_number, codes_offset):
 
 
 def _add_eights(builder, tile, block_starts, eight_range, dots):
-    """`dots` with Σ code · x over some eights of inputs. A line's codes (see `PanelBlock`) are unpacked once.
+    """`dots` with Σ code · x over some eights of inputs. A line's codes (`PanelBlock`) are unpacked once for all rows.
 
     eight_range: offset of their group's codes in a block, the first one's number in group and row, their number.
     """

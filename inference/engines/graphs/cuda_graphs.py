@@ -250,7 +250,7 @@ class GraphedSession(TargetSession):
         return self._arena.buffers["first", 0][:, : self.rows]
 
     def _remember(self, hidden: Tensor, first_row: int) -> None:
-        """Keep the hidden states of rows start, start + 1, … for the property `hidden`."""
+        """Keep the hidden states of rows first_row, first_row + 1, … for the property `hidden`."""
         if not self.base:  # the prompt's
             super()._remember(hidden, first_row)
         else:
