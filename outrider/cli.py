@@ -43,8 +43,7 @@ class Command:
         return self.name.replace("_", "-")
 
     def load_settings(self) -> type:
-        settings_class: type = resolve_name(f"outrider.{self.settings}")
-        return settings_class
+        return resolve_name(f"outrider.{self.settings}")
 
     def complete_words(self, words: Sequence[str]) -> list[str]:
         """`words`, the typed options, with the options that follow from them."""
@@ -97,8 +96,7 @@ COMMANDS = {command.name: command for command in (
     Command("forecast", "train.settings.forecast:ForecastConfig",
             "say what longer trainings would gain, from short ones", "train.forecast:forecast"),
     Command("refit", "train.settings.refit:RefitConfig",
-            "continue a drafter on recent traffic, and keep it if it drafts better", "train.refit:refit",
-            file="train/refit.py"),
+            "continue a drafter on recent traffic, and keep it if it drafts better", "train.refit:refit"),
     Command("serve", "inference.settings.tools:ServeConfig", "answer clients of OpenAI's API, drafting for the target",
             "server.app:serve"),
 )}  # fmt: skip

@@ -7,7 +7,7 @@ choice is auto.json; a resumed run goes on from it. With server=URL a server ans
 
 import time
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -114,13 +114,14 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
     if not config.debug:
         with only_run(require_writable(pipeline.folder), "a target's drafters"):
             start = _find_start(config, pipeline.folder, answers, unfit_reasons, began, config_for, target)
-        print(auto_choice.describe_choice(start.choice, start.look), flush=True)
-        pipeline, answers = configure_pipeline(config, start.choice, start.look, config_for), start.look
+        choice, answers = start.choice, start.look
+        print(auto_choice.describe_choice(choice, answers), flush=True)
+        pipeline = configure_pipeline(config, choice, answers, config_for)
         plan = plan_steps(pipeline, config_for)
     # The minutes spent are of this run, or of the one that it goes on with.
     limit = TimeLimit(config.minutes - _EXPORT_MINUTES, started=time.perf_counter(), earlier=60 * answers.spent)
     run_pipeline(pipeline, plan, None if config.debug else limit)
-    _conclude(config, pipeline.folder, plan, config_for)
+    _conclude(config, pipeline.folder, plan, choice.finished, config_for)
 
 
 def _share_of_corpus(paths: Sequence[str], share: float) -> float:
@@ -268,24 +269,29 @@ def _time_answers(config: AutoConfig, facts: FirstAnswers, began: float, config_
     )
 
 
-def _conclude(config: AutoConfig, folder: Path, plan: list[Step], config_for: ConfigFor) -> None:
-    """Write the exports, and the recommendation: to the screen and to the folder's README.md."""
+def _conclude(
+    config: AutoConfig, folder: Path, plan: list[Step], finished: Mapping[str, str], config_for: ConfigFor
+) -> None:
+    """Write the exports, and the recommendation: to the screen and to the folder's README.md. finished: of `Choice`."""
     step_names = [step.name for step in plan]
-    remote = config.server is not None
-    lines = replay_there(config, folder, step_names, config_for) if remote else _describe_report(config, folder, plan)
-    lines += [_export(config, folder, name, config_for) for name in step_names if name in _EXPORTED]
+    folder_by_step = {TRAINABLE[kind].step: Path(drafter_dir) for kind, drafter_dir in finished.items()}
+    folder_by_step |= {name: folder / name for name in step_names if name in _EXPORTED}
+    if config.server:
+        lines = replay_there(config, folder, step_names, config_for)
+    else:
+        lines = _describe_report(config, folder, plan, folder_by_step.values())
+    lines += [_export(config, folder, name, drafter_dir, config_for) for name, drafter_dir in folder_by_step.items()]
     write_atomically(folder / CARD_FILE, "".join(f"{line}\n\n" for line in lines).encode())
     print("\n".join([*lines, f"auto out_dir={folder} state=complete"]), flush=True)
 
 
-def _describe_report(config: AutoConfig, folder: Path, plan: list[Step]) -> list[str]:
+def _describe_report(config: AutoConfig, folder: Path, plan: list[Step], drafters: Collection[Path]) -> list[str]:
     """The recommendation, and the commands that serve the drafters, repeat the report and measure longer texts."""
     *_, last_step = plan  # the report
     words, reports = last_step.words, read_reports(last_step.product, "remove it, and resume=true does the step again")
     lines = [write_recommendation(reports), f"report: {last_step.product.with_name('report.html')}"]
-    step_names = [step.name for step in plan if step.name in _EXPORTED]
-    lines += [f"talk to it: {_write_command(config, 'serve', {'checkpoint': folder / name})}" for name in step_names]
-    lines += _describe_forecast(config, folder, step_names)
+    lines += [f"talk to it: {_write_command(config, 'serve', {'checkpoint': path})}" for path in drafters]
+    lines += _describe_forecast(config, folder, [step.name for step in plan])
     if reports[0].conditions.load.busy:
         lines.append(write_repeat_command(words, last_step.product.parent))
     same_words = [word for word in words if word.partition("=")[0] not in _OF_SHORT_TEXTS]
@@ -311,10 +317,10 @@ def _write_command(config: AutoConfig, command_name: str, options: Mapping[str, 
     return " ".join(map(quote_word, ["outrider", command_name, *write_words(target_options | dict(options))]))
 
 
-def _export(config: AutoConfig, folder: Path, step_name: str, config_for: ConfigFor) -> str:
+def _export(config: AutoConfig, folder: Path, step_name: str, drafter_dir: Path, config_for: ConfigFor) -> str:
     """Write a drafter for an engine: llama.cpp if it can run target and drafter, else vLLM. Returns a line on it."""
     out_dir = folder / "export" / step_name
-    options: dict[str, object] = {"checkpoint": folder / step_name, "out_dir": out_dir, "resume": True}
+    options: dict[str, object] = {"checkpoint": drafter_dir, "out_dir": out_dir, "resume": True}
     is_gguf = (config.tokenizer or config.target).endswith(".gguf")
     if not config.server:
         options["target"] = config.target
@@ -325,4 +331,4 @@ def _export(config: AutoConfig, folder: Path, step_name: str, config_for: Config
         cli_words = write_words({**options, "engine": engine})
         if steps.run_command(_EXPORT, cli_words, config_for(_EXPORT, cli_words), folder / LOG) == 0:
             return f"for engines: {out_dir}; {out_dir / CARD_FILE} has their commands"
-    return f"no engine loads {folder / step_name}: {folder / LOG} says why"
+    return f"no engine loads {drafter_dir}: {folder / LOG} says why"

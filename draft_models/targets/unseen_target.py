@@ -79,8 +79,7 @@ def open_given(settings: TargetOrTokenizer, *, by_layers: bool = True) -> OpenTa
 
 def _make_config(fields: Mapping[str, object]) -> PreTrainedConfig:
     defaults = {"vocab_size": 0, "hidden_size": 1, "max_position_embeddings": None, "eos_token_id": None}
-    config: PreTrainedConfig = PreTrainedConfig.from_dict({**defaults, **fields})
-    return config
+    return PreTrainedConfig.from_dict({**defaults, **fields})
 
 
 def _read_folder(source: str, revision: str | None) -> dict[str, object]:

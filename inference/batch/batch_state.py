@@ -44,8 +44,7 @@ class Forward:
         """The logits [B, V], float32 on the model's device, after the last of ids [B, n], which `cache` then holds."""
         position_arg = {"position_ids": positions} if self.takes_positions else {}
         out = self.model(input_ids=ids, attention_mask=mask, past_key_values=cache, **position_arg, **self._options)
-        logits: Tensor = out.logits[:, -1].to(ids.device).float()
-        return logits
+        return out.logits[:, -1].to(ids.device).float()
 
 
 def begin_batch(forward: Forward, ids: Tensor, mask: Tensor, budget: int) -> "tuple[GrowingBatch | FixedBatch, Tensor]":

@@ -230,8 +230,7 @@ class TargetServer:
         return usage.get("completion_tokens") in (None, len(ids), len(ids) + bool(omits_end))
 
     def _tokenise(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def _retokenise(self, choice: Json, token_count: int | None) -> list[int]:
         """The tokens of a text without ids, by tokenising it, if their number matches the server's count."""

@@ -270,8 +270,7 @@ def _wait(yielding: bool, kind: tuple[int, int, str], pass_: Pass, x: Tensor, vi
     so does the pass over a prompt. yielding: see `Batch`."""
     batch_greenlet = getcurrent().parent  # None outside of a batch
     if batch_greenlet is not None and view.layout.base:  # positions are committed: after the prompt
-        outputs: tuple[Tensor, ...] = batch_greenlet.switch(PassRequest(kind, pass_, x, view))
-        return outputs
+        return batch_greenlet.switch(PassRequest(kind, pass_, x, view))
     if batch_greenlet is not None and yielding and view.layout.stop > PIECE:
         view.cache = cast("KVCache", _BetweenLayers(view.cache))
     return pass_(x, view)

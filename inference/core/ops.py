@@ -49,8 +49,7 @@ def ancestor_mask(
 ) -> Tensor | None:
     """The additive ancestor mask [1, 1, n, past + column_count]: row i sees the first `past` columns, and the later
     columns whose bit is set in ancestor_bits[i]. None if no engine builds the mask in one step."""
-    mask: Tensor | None = _faster("ancestor_mask", device, ancestor_bits, past, column_count, dtype)
-    return mask
+    return _faster("ancestor_mask", device, ancestor_bits, past, column_count, dtype)
 
 
 def _faster(name: str, device: torch.device, *arguments: object) -> Any:

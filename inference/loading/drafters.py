@@ -57,5 +57,4 @@ def new_drafter(
     if tuning is not None and drawn:  # sizes would depend on the other texts, and drawn tokens must only on the seed
         tuning = replace(tuning, shared=None)
     kind = KINDS[method.source]
-    drafter: Drafter = kind.load_plugin().make(drafters.get(kind.name), method, streams, drawn=drawn, tuning=tuning)
-    return drafter
+    return kind.load_plugin().make(drafters.get(kind.name), method, streams, drawn=drawn, tuning=tuning)

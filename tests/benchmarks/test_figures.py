@@ -95,6 +95,6 @@ def test_an_interval_that_no_file_has_is_found() -> None:
     assert found == [("1.26", "1.10", "1.45")]
     known = records()
     for ratio, wrong in (("1.54× [1.44, 2.07]", 0), ("1.54× [1.44, 2.08]", 1)):
-        assert len(check_all({"docs/train.md": f"| x | {ratio} |"}, known)) == wrong
+        assert len(check_all({"docs/x.md": f"| x | {ratio} |"}, known)) == wrong
     with pytest.raises(ValueError, match="nobody"):
-        check_all({"docs/train.md": "<!-- nobody table: begin -->\n<!-- nobody table: end -->"}, known)
+        check_all({"docs/x.md": "<!-- nobody table: begin -->\n<!-- nobody table: end -->"}, known)

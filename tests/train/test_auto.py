@@ -82,6 +82,15 @@ def test_a_drafter_that_was_trained_for_the_target_is_measured_instead_of_anothe
     assert (chosen.kinds, chosen.finished) == (("small_lm",), {})
 
 
+def test_a_finished_drafter_is_served_and_exported_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(auto_run, "_describe_report", lambda *given: [f"serve {path}" for path in given[-1]])
+    monkeypatch.setattr(auto_run, "_export", lambda *given: f"export {given[2]} of {given[3]}")
+    auto_run._conclude(CONFIG, tmp_path, [], {"early_exit": "shipped/eesd"}, lambda script, words: None)
+    assert capsys.readouterr().out.startswith("serve shipped/eesd\nexport eesd of shipped/eesd\n")
+
+
 def test_the_minutes_that_a_reason_names_are_enough() -> None:
     for rate in (50.0, 300.0, 2000.0):
         look = replace(LOOK, tokens_per_second=rate)

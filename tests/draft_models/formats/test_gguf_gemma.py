@@ -45,7 +45,7 @@ def test_auto_exports_for_another_engine_what_llama_cpp_does_not_take(
         return int(asked == ["llama_cpp"])
 
     monkeypatch.setattr("outrider.train.steps.run_command", refuse_llama_cpp)
-    said = auto_run._export(AutoConfig(target="gemma3.gguf"), tmp_path, "eesd", config_for)
+    said = auto_run._export(AutoConfig(target="gemma3.gguf"), tmp_path, "eesd", tmp_path / "eesd", config_for)
     assert asked == ["llama_cpp", "vllm"]
     assert said.startswith("for engines:")
 

@@ -149,9 +149,6 @@ def test_few_files_name_a_kind(name: str) -> None:
     assert len(naming) <= 3, naming
 
 
-# --- what lies in checkpoint=
-
-
 FOLDERS = {"early_exit": EARLY_EXIT, "small_lm": SMALL_LM, "eagle3": EAGLE3, "dflash": DFLASH, "ngrams": TABLE}
 LOOKUP = {"m": MethodConfig("prompt_lookup")}
 
@@ -281,9 +278,6 @@ def test_what_is_no_drafter_is_refused(
     with pytest.raises(UserError, match=r"eagle3: missing; .* for m; checkpoint=.*other holds no drafter"):
         config("out", checkpoint=str(tmp_path / "other"), target=target, methods={"m": MethodConfig("eagle3")})
     assert find_target(config("out", checkpoint=str(models / "drafter"), methods=LOOKUP)).source == target
-
-
-# --- an EAGLE-3 head, and the target without some layers
 
 
 QUESTIONS = [Prompt("a", "text", ("once upon",), False), Prompt("b", "text", ("def add(",), False)]

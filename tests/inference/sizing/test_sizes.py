@@ -110,9 +110,6 @@ def test_trials_by_hand() -> None:
     assert [band(q) for q in (1.0, 0.72, 0.7, 0.49, 1e-9, 0.0)] == [0, 0, 1, 2, BANDS - 1, BANDS - 1]
 
 
-# --- chains ----------------------------------------------------------------------------------------------------------
-
-
 def rate_of_length(shares: Sequence[float], seconds: Costs, length: int) -> float:
     emitted = 1 + sum(math.prod(shares[:k]) for k in range(1, length + 1))
     return emitted / (length * seconds.step[1] + seconds.verify[length + 1] + seconds.overhead)
