@@ -39,9 +39,7 @@ def likeliest_children(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """The `count` largest of weights [n] · softmax(sharpness · logits [n, V]), descending: values (float32), rows,
     columns, each [count], or fewer if n · V is smaller; values may be 0. None if no engine finds them in one step."""
-    children: tuple[Tensor, Tensor, Tensor] | None
-    children = _faster("likeliest_children", logits.device, logits, weights, count, sharpness)
-    return children
+    return _faster("likeliest_children", logits.device, logits, weights, count, sharpness)
 
 
 def ancestor_mask(

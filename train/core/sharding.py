@@ -122,7 +122,8 @@ def deepspeed_config(accelerator: Accelerator, loop_config: Mapping[str, float])
     from deepspeed.utils import logger  # Linux only
 
     logger.setLevel(logging.ERROR)
-    plugin, config = accelerator.deepspeed_plugin, accelerator.deepspeed_plugin.deepspeed_config
+    plugin = accelerator.deepspeed_plugin
+    config = plugin.deepspeed_config
     for key, value in loop_config.items():
         if config.get(key, "auto") not in ("auto", value):
             raise UserError(f"DeepSpeed's {key}={config[key]}: the settings of `fit` make it {value}; write auto there")
