@@ -21,7 +21,7 @@ RESULTS = Path(__file__).parent / "results"
 NUMBER = r"\d[\d,]*\d(?:\.\d+)?|\d+(?:\.\d+)*"
 FIGURE = re.compile(rf"(?<!\w)(?<!\w[-./])(?!\d{{4}}\.\d{{5}})(?:{NUMBER})(?![\w⁶])")
 AWAY = re.compile(r"<!-- [^>]* begin -->.*?end -->|^```.*?^```$|(?<=\])\([^)\s]+\)|`[^`\n]*`", re.DOTALL | re.MULTILINE)
-INTERVAL = re.compile(r"(\d+\.\d+) ?×? \[(\d+\.\d+), (\d+\.\d+)\]")
+INTERVAL = re.compile(r"(\d+\.\d+)\s?×?\s\[\+?(\d+\.\d+),\s\+?(\d+\.\d+)\]")
 KNOWN = {"abs": abs, "len": len, "max": max, "mean": mean, "median": median, "min": min, "round": round, "sum": sum,
          "zip": zip}  # fmt: skip
 MIDDLES = ("median", "mean", "ratio", "value")

@@ -158,7 +158,7 @@ def trainers(entry: Mapping[str, Any]) -> str:
         tau, gain = (f"{f['value']:.2f} [{f['ci95'][0]:.2f}, {f['ci95'][1]:.2f}]"
                      for f in (arm["tau"], arm["gain_over_ours"]))  # fmt: skip
         cells = [f"{arm['supervised'] / arm['seconds']:,.0f}", tau, ", ".join(f"{one:.2f}" for one in arm["accepted"]),
-                 gain, number(arm.get("cross_entropy"), 2), f"{arm['peak_megabytes'] / 1000:.1f} GB"]  # fmt: skip
+                 gain, number(arm.get("cross_entropy"), 2), f"{arm['peak_megabytes'] * 2**20/1e9:.1f} GB"]  # fmt: skip
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -33,7 +33,7 @@ class Family:
 
 FAMILIES = {
     "qwen": Family("qwen3_next", frozenset({"gate", "head norms"}), rotated=0.5),
-    "mimo": Family("qwen2", frozenset({"biases"})),
+    "mimo": Family("qwen2", frozenset({"biases", "before the norm"})),
     "deepseek": Family("llama", frozenset({"embedding", "head"})),
     "speculators": Family("qwen3", frozenset({"head norms", "before the norm"})),
     "gguf": Family("qwen3", frozenset({"head norms"})),

@@ -33,7 +33,7 @@ def said(name: str, entry: Mapping[str, Any]) -> str:
     verdicts = statements(claims)
     decided = sum(claim["verdict"] in DECIDED for claim in claims)
     counted = ", ".join(f"{verdicts[verdict]} {verdict}" for verdict in (HOLDS, FAILS, UNDECIDED, NOT_RUN))
-    times = f", times of {entry['timed']} of them" if entry["timed"] else ""
+    times = f", times of the beginnings of up to {entry['timed']} of them" if entry["timed"] else ""
     standing = sum(claim.get("stands", False) for claim in claims)
     said = f"- `{name}` ({models}): {entry['prompts']} prompts ({', '.join(entry['categories'])}) × {entry['length']}, "
     judged = (

@@ -3,10 +3,10 @@
 The head is a decoder layer of the target's kind. Its sizes and its rope are the target's; the tensors show the rest.
 
 In most families the first step reads the target's hidden state after its final norm, and a later step the head's output
-after the head's own norm (vLLM's qwen3_next_mtp.py, mimo_mtp.py; deepseek_mtp.py since its pull request 45895;
-llama.cpp for Qwen since its 24025). In vLLM's older DeepSeek and GLM only the latter is taken before its norm, in
-llama.cpp's DeepSeek and GLM both are. speculators trains on the hidden state before the norm. MiMo's fc reads
-[hidden state; embedding], the others' [embedding; hidden state].
+after the head's own norm (vLLM's qwen3_next_mtp.py; deepseek_mtp.py since its pull request 45895; llama.cpp for Qwen
+since its 24025). In vLLM's older DeepSeek and GLM only the latter is taken before its norm, in llama.cpp's DeepSeek and
+GLM both are. For MiMo vLLM reads the hidden state before the target's norm (mimo.py norms in `compute_logits`), as
+speculators trains, and SGLang after it. MiMo's fc reads [hidden state; embedding], the others' the reverse.
 """
 
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ def read_shapes(shapes: Shapes, target: PreTrainedConfig, spelling: str) -> MtpR
         "own_head": "lm_head.weight" in shapes,
         "norm_output": True,
         "hidden_first": spelling == "mimo",
-        "target_norm": spelling != "speculators",
+        "target_norm": spelling not in ("mimo", "speculators"),
         "norm_offset": spelling != "gguf" and config.model_type.startswith(_OF_OFFSET_NORMS),  # its converter adds 1
     }
     return MtpReading(**{**base_fields, **mtp_fields})

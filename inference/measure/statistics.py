@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
-import torch
 
 from outrider.inference.core.drafter import CANDIDATE, CHOSEN, OBSERVED, TRIED
 from outrider.inference.core.rounds import Generation, Round
@@ -208,24 +207,25 @@ class MedianInterval:
 
 
 def bootstrap_median(
-    values: Sequence[float], generator: np.random.Generator, draws: int = 2000, *, units: Sequence[str] | None = None
+    values: Sequence[float], generator: np.random.Generator, draws: int = 0, *, units: Sequence[str] | None = None
 ) -> tuple[float, tuple[float, float]]:
     """The median of `values` and its 95 % bootstrap interval, resampling with replacement.
 
-    units: per value, the cluster that it belongs to. All values of a cluster are drawn together (a cluster bootstrap:
-    Davison and Hinkley 1997, §3.8), which scipy.stats.bootstrap does not support. None: every value is a cluster.
+    draws: 0 means enough of them. units: per value, its cluster. The values of a cluster are drawn together (a cluster
+    bootstrap: Davison and Hinkley 1997, §3.8; scipy.stats.bootstrap has none). None: every value is a cluster.
     """
     cluster_ids = {name: number for number, name in enumerate(dict.fromkeys(units or range(len(values))))}
-    cluster_of = torch.tensor([cluster_ids[name] for name in units or range(len(values))])  # [values]
-    picks = torch.from_numpy(generator.integers(len(cluster_ids), size=(draws, len(cluster_ids))))  # [draws, clusters]
-    sorted_values, order = torch.tensor(values, dtype=torch.float64).sort()
-    times = torch.zeros(draws, len(cluster_ids), dtype=torch.long).scatter_add_(1, picks, torch.ones_like(picks))
+    draws = draws or (100_000 if len(cluster_ids) <= 12 else 2000)  # with few values the bound hangs on the draws
+    picks = generator.integers(len(cluster_ids), size=(draws, len(cluster_ids)))  # [draws, clusters]
+    slots = (picks + len(cluster_ids) * np.arange(draws)[:, None]).ravel()
+    times = np.bincount(slots, minlength=picks.size).reshape(picks.shape)
+    order = np.argsort(values)
+    cluster_of = np.array([cluster_ids[name] for name in units or range(len(values))])[order]  # [values]
     # [draws, values]: how many of a draw's values are up to this one, if each cluster counts as `times` it was picked.
-    cum_counts = times[:, cluster_of[order]].cumsum(1)
+    cum_counts = times[:, cluster_of].cumsum(1)
     half = cum_counts[:, -1:] / 2
     lower, upper = (cum_counts < half).sum(1), (cum_counts <= half).sum(1)  # the two middle values, or one twice
-    medians = (sorted_values[lower] + sorted_values[upper]) / 2
-    low, high = medians.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    low, high = np.quantile(np.array(values)[order][np.stack([lower, upper])].mean(0), (0.025, 0.975)).tolist()
     return statistics.median(values), (low, high)
 
 

@@ -93,7 +93,7 @@ def test_loss_and_gradients_are_those_of_drafts(
 
 FAULTS = {
     "the feedback before the norm": {"norm_output": False},
-    "the target's state before its norm": {"target_norm": False},
+    "the target's state after its norm": {"target_norm": True},
     "the target's rule is left out": {},
 }
 

@@ -9,6 +9,7 @@ KIND = Kind(
     file="config.json",
     preset="mtp/survival",
     needs="target, if it has an MTP head, or a directory, GGUF file or Hub name with one",
+    vllm_method="mtp",
     in_target=True,
     layers=True,
     readings=True,  # it needs single layers of the target; its files can be read in several ways

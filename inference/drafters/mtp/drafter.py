@@ -4,11 +4,15 @@ Many targets have such a head (multi-token prediction) in their own files.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 
+import torch
 from transformers import PreTrainedConfig
 
+from outrider.base.errors import UserError
 from outrider.draft_models.mtp.checkpoint import StoredMtp, open_mtp
 from outrider.draft_models.mtp.spellings import find_head
+from outrider.draft_models.targets.open_target import OpenTarget
 from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.drafters.eagle3.drafter import Eagle3Plugin
 from outrider.inference.drafters.mtp import KIND
@@ -30,6 +34,10 @@ class MtpPlugin(Eagle3Plugin):
     def identity(self, where: str | None) -> dict[str, object]:
         head = None if where is None else find_head(where)
         return {KIND.name: None if head is None else head.files.digests(head.files.file_of)}
+
+    def export(self, where: str, target: OpenTarget, dtype: torch.dtype, folder: Path) -> None:
+        remedy = "expected target, as an engine drafts by the head in the target's own directory with safetensors"
+        raise UserError(f"mtp={where}: {remedy}; outrider restore-mtp puts a head there")
 
     def draft_vocabulary(self, where: str) -> Sequence[int] | None:
         return None  # it predicts all tokens

@@ -21,6 +21,7 @@ from outrider.draft_models.targets.settings import SMALL_LM, TABLE, TARGET
 from outrider.inference.audit.answers import read_answers
 from outrider.inference.core.rounds import Generation, Round
 from outrider.inference.drafters.early_exit.drafter import EarlyExitPlugin
+from outrider.inference.evaluate import engine_blocks
 from outrider.inference.evaluate.engine import measure_engine
 from outrider.inference.evaluate.engine_blocks import FILE, FOLDER, block_keys, require_served
 from outrider.inference.measure.results import PromptResult, read_results
@@ -251,6 +252,17 @@ def test_an_engine_loads_what_the_run_says(tiny_models: Path, tmp_path: Path) ->
     assert [row["tau_here"] for row in rows] == [2.0, 2.0]
     texts_said = [(text.prompt, text.generations[AUTOREGRESSIVE].tokens, 3) for text in texts]
     assert [call.args[1:] for call in by_the_table.call_args_list] == 2 * texts_said
+
+
+def test_a_head_of_the_target_is_served_from_the_targets_directory(tmp_path: Path) -> None:
+    """One elsewhere is not served: it would not be found."""
+    method = MethodConfig("mtp", stop=StopConfig(max_draft=3))
+    target: Any = SimpleNamespace(source="m", revision=None, files=SimpleNamespace(original=None))
+    setup: Any = SimpleNamespace(target=target, dtype=torch.float32)
+    config = EngineConfig(target="m", mtp="target", engine="vllm", methods={"mtp": method})
+    assert engine_blocks._export_drafter(config, setup, method, tmp_path) == "m"
+    refusal("restore-mtp", engine_blocks._export_drafter, replace(config, mtp="else"), setup, method, tmp_path)
+    assert refusal_of("openvino", method) is not None
 
 
 def a_text(accepted: int, rounds: int = 6, first: int = 1, seconds: float = 0.1) -> Generation:

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from outrider.data_prep.settings import FetchConfig
 from outrider.data_prep.targets import fetch_target
@@ -67,13 +69,37 @@ def test_an_engine_drafts_as_we_do(engine: Engine, tmp_path: Path) -> None:
                 assert row["rounds"] >= 150
 
 
+def as_mimo(target: Path) -> None:
+    """SmolLM2 becomes a MiMo model: biases of zero, and an MTP layer that begins as its last layer."""
+    file, config = target / "model.safetensors", json.loads((target / "config.json").read_text())
+    tensors = {name: tensor.float() for name, tensor in load_file(file).items()}
+    width, last = config["hidden_size"], f"model.layers.{config['num_hidden_layers'] - 1}."
+    tensors |= {f"{name.removesuffix('weight')}bias": torch.zeros(len(tensor)) for name, tensor in tensors.items()
+                if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))}  # fmt: skip
+    layer = {name.removeprefix(last): tensor.clone() for name, tensor in tensors.items() if name.startswith(last)}
+    layer |= {f"{name}_layernorm.weight": torch.ones(width) for name in ("token", "hidden")}
+    layer["input_proj.weight"] = torch.eye(width).repeat(1, 2)
+    layer["final_layernorm.weight"] = tensors["model.norm.weight"]
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    tensors |= {f"model.mtp_layers.0.{name}": tensor for name, tensor in layer.items()}
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, file, {"format": "pt"})
+    config |= {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 1}
+    (target / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False, "dtype": "float32"}))
+
+
 def train_briefly(source: str, target: str, out_dir: Path) -> str:
-    """Train an EAGLE-3 head, a DSpark or a DFlash drafter for a minute or two."""
+    """Train an EAGLE-3 head, a DSpark or a DFlash drafter for a minute or two, or the target's own MTP head."""
     given: dict[str, Any] = {
         "target": target, "data": DataConfig(source="python_stdlib"), "draft_vocabulary": 2048, "seq_len": 128,
         "fit": FitConfig(steps=40, batch_rows=8, optimizer="muon", lr=2e-3), "decode_prompts": 1,
         "decode_tokens": 2, "eval_rows": 4, "out_dir": str(out_dir),
     }  # fmt: skip
+    if source == "mtp":
+        as_mimo(Path(target))
+        train_eagle3(Eagle3Config(start="target", draft_steps=3, **given | {"draft_vocabulary": None}))
+        file = Path(target, "model.safetensors")
+        save_file({**load_file(file), **load_file(out_dir / file.name)}, file, {"format": "pt"})
+        return "target"
     if source == "eagle3":
         train_eagle3(Eagle3Config(version="3", draft_steps=3, **given))
     else:
@@ -91,7 +117,7 @@ def require_acceptance_as_here(out_dir: Path) -> None:
 
 @pytest.mark.engine
 @pytest.mark.skipif(not (ROOT / ".engines/vllm").exists(), reason="make engines installs it")
-@pytest.mark.parametrize("source", ["eagle3", "dflash"])
+@pytest.mark.parametrize("source", ["eagle3", "dflash", "mtp"])
 def test_vllm_drafts_by_a_head_as_we_do(source: str, tmp_path: Path) -> None:
     target = str(tmp_path / "target")
     fetch_target(FetchConfig(out_dir=target))
