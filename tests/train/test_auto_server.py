@@ -76,7 +76,7 @@ def test_drafters_for_a_target_whose_weights_are_elsewhere(
     monkeypatch.setattr(auto_choice, "FIRST_MINUTES", (0.05, 0.05, 0.1))
     with serving(engine) as url:
         config = AutoConfig(
-            server=url, tokenizer=str(elsewhere), prompts=str(own_prompts(tmp_path)), train=("small_lm",), minutes=8.0,
+            server=url, tokenizer=str(elsewhere), prompts=str(own_prompts(tmp_path)), train=("small_lm",), minutes=5.0,
             concurrency=4, corpus=("texts.jsonl",), out_dir="out",
         )  # fmt: skip
         said = printed_by(lambda: run_auto(config, config_for))
