@@ -18,6 +18,7 @@ from pathlib import Path
 
 from outrider.base.errors import require
 from outrider.base.progress import track_progress
+from outrider.base.settings import require_defaults
 from outrider.base.streams import Streams
 from outrider.draft_models.formats.convert import write_safetensors
 from outrider.draft_models.formats.save_model import save_parts
@@ -245,8 +246,9 @@ def _export_drafter(config: EngineConfig, setup: TargetSetup, method: MethodConf
     kind, export_dir = KINDS[method.source], engine_dir.resolve() / method.source
     if (drafter_path := config.where(kind)) is None or kind.vllm_method == "custom_class":
         return drafter_path and PROPOSER  # None without a path: the engine needs none
-    if kind.in_target and drafter_path == _weights_for_engines(setup, engine_dir)[0]:
-        return drafter_path  # a head in the target's own directory, which the engine finds there
+    if kind.in_target and drafter_path == setup.target.source and setup.target.files.original is None:
+        require_defaults(config, ("reading",), f"the engine reads the {kind.name} head in the target itself")
+        return drafter_path
     if not export_dir.exists():
         partial_dir = export_dir.with_suffix(".part")  # a stopped run may have left one
         config.plugin(kind).export(drafter_path, setup.target, setup.dtype, partial_dir)

@@ -211,11 +211,11 @@ def bootstrap_median(
 ) -> tuple[float, tuple[float, float]]:
     """The median of `values` and its 95 % bootstrap interval, resampling with replacement.
 
-    draws: 0 means enough of them. units: per value, its cluster. The values of a cluster are drawn together (a cluster
-    bootstrap: Davison and Hinkley 1997, §3.8; scipy.stats.bootstrap has none). None: every value is a cluster.
+    draws: 0 means many for few clusters, whose bounds hang on them. units: per value, its cluster, which is drawn whole
+    (a cluster bootstrap: Davison and Hinkley 1997, §3.8; scipy.stats.bootstrap has none). None: every value is one.
     """
     cluster_ids = {name: number for number, name in enumerate(dict.fromkeys(units or range(len(values))))}
-    draws = draws or (100_000 if len(cluster_ids) <= 12 else 2000)  # with few values the bound hangs on the draws
+    draws = draws or (2000 if len(cluster_ids) > 12 else min(100_000, 2000 + 4_000_000 // len(values)))
     picks = generator.integers(len(cluster_ids), size=(draws, len(cluster_ids)))  # [draws, clusters]
     slots = (picks + len(cluster_ids) * np.arange(draws)[:, None]).ravel()
     times = np.bincount(slots, minlength=picks.size).reshape(picks.shape)

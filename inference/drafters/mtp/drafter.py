@@ -36,8 +36,8 @@ class MtpPlugin(Eagle3Plugin):
         return {KIND.name: None if head is None else head.files.digests(head.files.file_of)}
 
     def export(self, where: str, target: OpenTarget, dtype: torch.dtype, folder: Path) -> None:
-        remedy = "expected target, as an engine drafts by the head in the target's own directory with safetensors"
-        raise UserError(f"mtp={where}: {remedy}; outrider restore-mtp puts a head there")
+        expected = "expected target, a directory with safetensors, since engines draft by the head there"
+        raise UserError(f"mtp={where}: {expected}; outrider restore-mtp puts a head there")
 
     def draft_vocabulary(self, where: str) -> Sequence[int] | None:
         return None  # it predicts all tokens

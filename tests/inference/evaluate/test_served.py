@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from outrider.base.errors import UserError
 from outrider.base.streams import Streams
 from outrider.draft_models.targets.open_target import load_config, open_target
-from outrider.draft_models.targets.settings import SMALL_LM, TABLE, TARGET
+from outrider.draft_models.targets.settings import SMALL_LM, TABLE, TARGET, ReadingChanges
 from outrider.inference.audit.answers import read_answers
 from outrider.inference.core.rounds import Generation, Round
 from outrider.inference.drafters.early_exit.drafter import EarlyExitPlugin
@@ -262,6 +262,8 @@ def test_a_head_of_the_target_is_served_from_the_targets_directory(tmp_path: Pat
     config = EngineConfig(target="m", mtp="target", engine="vllm", methods={"mtp": method})
     assert engine_blocks._export_drafter(config, setup, method, tmp_path) == "m"
     refusal("restore-mtp", engine_blocks._export_drafter, replace(config, mtp="else"), setup, method, tmp_path)
+    other = replace(config, reading=ReadingChanges(target_norm=True))
+    refusal("the engine reads the mtp head", engine_blocks._export_drafter, other, setup, method, tmp_path)
     assert refusal_of("openvino", method) is not None
 
 
