@@ -282,7 +282,7 @@ def test_from_a_target_to_a_recommendation(tmp_path: Path, chat_target: str, mon
     assert sentence in said
     assert sentence in (folder / "README.md").read_text()
     assert (folder / "export/trigrams/README.md").exists()
-    assert "talk to it: outrider serve target=" in said
+    assert f"talk to it: outrider serve target={chat_target} checkpoint=out/trigrams dtype=fast" in said  # as measured
     (longer,) = [line for line in said.splitlines() if line.startswith("measure longer texts: ")]
     built = compose_and_build("evaluate_checkpoint", shlex.split(longer.partition("evaluate-checkpoint ")[2]))
     assert (built.max_new_tokens, built.num_prompts, built.minutes) == (256, None, None)
