@@ -92,7 +92,7 @@ def main_table(options: Any, groups: Sequence[str]) -> Table:
     for name, cells in (("code", of_code), ("instructions", ())):
         told = Row(f"ADED, {name}, with a table of code", drafting(PAPER), paper=cells, category=name)
         rows.append(replace(told, other=code_table or "", never="" if code_table else "needs --code-table"))
-    rows += [Row("best-first, all prompts (ours)", drafting(BEST_FIRST)), *peers(options, groups)]
+    rows += [Row("best-first, ten deep, all prompts (ours)", drafting(BEST_FIRST)), *peers(options, groups)]
     claims = [
         Claim("ADED is faster than plain decoding", "speedup", (aded,), "above", 1.0),
         Claim(MORE, "tau", ("REST, all prompts", aded)),
@@ -168,7 +168,7 @@ def searches() -> Table:
     return Table(
         "Fig. 6: the number of searches, and greedy search",
         ("tau", "per_round"),
-        (*rows, greedy, Row("best-first, 64 nodes (ours)", drafting(BEST_FIRST))),
+        (*rows, greedy, Row("best-first, ten deep, 64 nodes (ours)", drafting(BEST_FIRST))),
         (
             Claim("150 searches beat 10", "tau", ("10 searches", "150 searches")),
             Claim("the tree search beats greedy search", "tau", (greedy.name, "150 searches")),
