@@ -245,7 +245,8 @@ def contrasts(
     whole, groups = differences(claim, values)
     left, _ = differences(claim, terms(1 - np.eye(n)))
     errors = np.sqrt((n - 1) / n * ((left - left.mean(-1, keepdims=True)) ** 2).sum(-1))
-    fewest = min(sum(prompt in own for prompt in prompts) for own, _ in parts)
+    fewest = min(sum(any(own.get(prompt, {}).get(key) for key in quantity(name).needs or own.get(prompt, ()))
+                     for prompt in prompts) for own, name in parts)  # fmt: skip
     return values, Contrasts(whole, errors, groups, fewest)
 
 
