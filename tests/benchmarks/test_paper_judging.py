@@ -50,12 +50,12 @@ def test_claims_by_hand(kind: Any, bound: float, terms: str, taus: dict[str, lis
 
 
 def test_the_interval_of_a_mean_is_students() -> None:
-    """Of equally long prompts τ is a mean, and a jackknife's error is that of a mean."""
+    """Of equally long prompts τ is a mean, and a jackknife's error is that of a mean. A text too short is none."""
     from papers.claims import Claim
 
-    found = judged(Claim("above", "tau", ("a",), "above", 1.0), measured(a=MANY))
-    reach = 2.571 * np.std(MANY, ddof=1) / len(MANY) ** 0.5  # Student's quantile for five degrees
-    assert found["ci95"] == pytest.approx([np.mean(MANY) - 1 - reach, np.mean(MANY) - 1 + reach], rel=1e-2)
+    found = judged(Claim("more", "tau", ("a",), "above", 1.0), {"a": {**measured(a=MANY)["a"], "short": {"rounds": 0}}})
+    middle, reach = np.mean(MANY) - 1, 2.571 * np.std(MANY, ddof=1) / len(MANY) ** 0.5  # Student's, of five degrees
+    assert (found["prompts"], found["ci95"]) == (6, pytest.approx([middle - reach, middle + reach], rel=1e-2))
 
 
 def test_an_undecided_claim_says_how_many_would_decide_it() -> None:
