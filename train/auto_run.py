@@ -290,8 +290,8 @@ def _describe_report(config: AutoConfig, folder: Path, plan: list[Step], drafter
     *_, last_step = plan  # the report
     words, reports = last_step.words, read_reports(last_step.product, "remove it, and resume=true does the step again")
     lines = [write_recommendation(reports), f"report: {last_step.product.with_name('report.html')}"]
-    dtype = dict(word.split("=", 1) for word in words if word.startswith("dtype="))  # a server's default is slower
-    lines += [f"talk to it: {_write_command(config, 'serve', {'checkpoint': path, **dtype})}" for path in drafters]
+    options = dict(word.split("=", 1) for word in words if word.startswith("dtype="))  # serve's default is slower
+    lines += [f"talk to it: {_write_command(config, 'serve', {'checkpoint': path, **options})}" for path in drafters]
     lines += _describe_forecast(config, folder, [step.name for step in plan])
     lines += [write_repeat_command(words, last_step.product.parent)] if reports[0].conditions.load.busy else []
     same_words = [word for word in words if word.partition("=")[0] not in _OF_SHORT_TEXTS]

@@ -161,7 +161,7 @@ class Contrasts:
     """What must be positive: all of some group.
 
     whole [contrasts]: over all conversations. errors: their standard errors. groups: places of contrasts.
-    conversations: of the row that has fewest.
+    conversations: with the quantity, of the row that has fewest.
     """
 
     whole: Any

@@ -43,8 +43,7 @@ def write_recommendation(reports: Sequence[types.MethodReport]) -> str:
         return f"{OWN_RUN}, so no method is judged; please report it."
     wrong_names = [f"`{report.method}`" for report in reports if report.verdict == types.NOT_LOSSLESS]
     warning = f"; do not use {' or '.join(wrong_names)}: not lossless" if wrong_names else ""
-    timed_reports = [report for report in reports if report.figures.speedup.median is not None]
-    lossless_reports = [report for report in timed_reports if report.verdict != types.NOT_LOSSLESS]
+    lossless_reports = [r for r in reports if r.figures.speedup.median is not None and r.verdict != types.NOT_LOSSLESS]
     ranked = sorted(lossless_reports, key=lambda report: -(report.figures.speedup_without_loops.median or 0))
     return f"{_recommend(ranked)}{warning}.{_slower_plain(reports[0])}"
 
@@ -61,8 +60,7 @@ def _recommend(ranked: Sequence[types.MethodReport]) -> str:
         loops_text = f"{ranked[0].figures.loops}, {_LOOPS_CAUSE}"
         return f"undecided: {loops_text}; a verdict needs {MIN_PROMPTS} prompts that do not, here: {prompt_count}"
     best = next(report for kind in ("faster", "undecided", "slower") for report in ranked if report.verdict == kind)
-    gain_text = format_figure(best.figures.speedup_without_loops)  # "1.52× [1.40, 1.60]"
-    gain_text = gain_text.replace(" ", " plain decoding ", 1)
+    gain_text = format_figure(best.figures.speedup_without_loops).replace(" ", " plain decoding ", 1)  # 1.5× [1, 2]
     if best.verdict == "faster":
         return f"`{best.method}` is the fastest: {gain_text}{_rivals(best, ranked)}"
     if best.verdict == "slower":

@@ -276,10 +276,9 @@ def test_from_a_target_to_a_recommendation(tmp_path: Path, chat_target: str, mon
     config = AutoConfig(target=chat_target, prompts=str(own_prompts(tmp_path)), minutes=8.0, out_dir="out")
     said = printed_by(lambda: run_auto(config, config_for))
     folder = tmp_path / "out"
-    assert "not tried: early_exit: all prompts make" in said
-    assert "give more prompts" in said
     sentence = write_recommendation(read_reports(folder / "report/report.json", ""))
-    assert sentence in said
+    for words in ("not tried: early_exit: all prompts make", "give more prompts", sentence):
+        assert words in said
     assert sentence in (folder / "README.md").read_text()
     assert (folder / "export/trigrams/README.md").exists()
     assert f"talk to it: outrider serve target={chat_target} checkpoint=out/trigrams dtype=fast" in said  # as measured
@@ -293,8 +292,7 @@ def test_from_a_target_to_a_recommendation(tmp_path: Path, chat_target: str, mon
     refusal(r"holds an earlier run \(auto\.json\); resume=true continues it", run_auto, config, config_for)
     refusal(r"minutes=9\.0 \(was 8\.0\)", run_auto, replace(config, minutes=9.0, resume=True), config_for)
     again = printed_by(lambda: run_auto(replace(config, resume=True), config_for))
-    assert again.count("state=done-before") == 4
-    assert sentence in again
+    assert (again.count("state=done-before"), sentence in again) == (4, True)
 
 
 @pytest.mark.parametrize(("answered", "prompts", "rows"), [(3, 30, 3), (25, 30, 25), (28, 30, 25), (3, 3, 25)])
